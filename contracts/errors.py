@@ -1,0 +1,72 @@
+"""Exception types that say what recovers them, and the one place where a command fails politely.
+
+Owns nothing else. Must not import anything of the project.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class BadInputError(ValueError):
+    """A person or a peer gave something unusable; trying again won't help."""
+
+    def __init__(self, rule: str, *, expected: object, found: object) -> None:
+        super().__init__(f"{rule}: expected {expected}, found {found}")
+        self.rule, self.expected, self.found = rule, expected, found
+
+
+class RetryError(RuntimeError):
+    """The same call may succeed later: a peer is away, full, or still catching up."""
+
+
+class ConflictError(RuntimeError):
+    """Somebody else moved first: re-read the state, then decide anew."""
+
+
+class DirtyProcessError(RuntimeError):
+    """This process no longer knows what it serves; drain it and start another."""
+
+
+class AuthError(PermissionError):
+    """The token is missing, wrong, or not for this call."""
+
+
+def _sentence(error: OSError) -> str:
+    subject = f"{error.filename}: " if error.filename else ""
+    if error.errno == errno.ENOSPC:
+        return f"{subject}the disk is full; free some space and run the same command again"
+    if error.errno == errno.EADDRINUSE:
+        return f"{subject}the port is in use; choose another or stop what listens there"
+    return f"{subject}{error.strerror or error}"
+
+
+def exits_politely(main: Callable[..., int | None]) -> Callable[..., Any]:
+    """Wraps an entry point: bad input and the system's refusals become one sentence and status 2.
+
+    Anything else is a bug and keeps its traceback. Set DEBUG=1 to see the traceback of all.
+    """
+
+    @functools.wraps(main)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            status = main(*args, **kwargs)
+        except (BadInputError, ConflictError, RetryError, AuthError) as error:
+            message = str(error)
+        except OSError as error:
+            message = _sentence(error)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        else:
+            sys.exit(status or 0)
+        if os.environ.get("DEBUG"):
+            raise
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        sys.exit(2)
+
+    return wrapped

@@ -1,0 +1,189 @@
+from contracts.pb import rollout_pb2 as _rollout_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Register(_message.Message):
+    __slots__ = ("sampler_id", "group", "accelerator", "weight_format", "kv_format", "max_sessions", "model_fingerprint", "tokenizer_fingerprint", "protocol_version", "version")
+    SAMPLER_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    ACCELERATOR_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    sampler_id: str
+    group: str
+    accelerator: str
+    weight_format: str
+    kv_format: str
+    max_sessions: int
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    protocol_version: int
+    version: int
+    def __init__(self, sampler_id: _Optional[str] = ..., group: _Optional[str] = ..., accelerator: _Optional[str] = ..., weight_format: _Optional[str] = ..., kv_format: _Optional[str] = ..., max_sessions: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "version", "tokens_per_second", "kv_used_fraction")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    KV_USED_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    version: int
+    tokens_per_second: float
+    kv_used_fraction: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., version: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., kv_used_fraction: _Optional[float] = ...) -> None: ...
+
+class Delta(_message.Message):
+    __slots__ = ("request_id", "chunk")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    chunk: _rollout_pb2.CompletionChunk
+    def __init__(self, request_id: _Optional[str] = ..., chunk: _Optional[_Union[_rollout_pb2.CompletionChunk, _Mapping]] = ...) -> None: ...
+
+class RequestFailed(_message.Message):
+    __slots__ = ("request_id", "reason", "bad_request")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BAD_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    reason: str
+    bad_request: bool
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., bad_request: _Optional[bool] = ...) -> None: ...
+
+class Leaving(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class SamplerMessage(_message.Message):
+    __slots__ = ("register", "heartbeat", "delta", "failed", "leaving")
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    register: Register
+    heartbeat: Heartbeat
+    delta: Delta
+    failed: RequestFailed
+    leaving: Leaving
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("heartbeat_seconds", "weights_address")
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_seconds: float
+    weights_address: str
+    def __init__(self, heartbeat_seconds: _Optional[float] = ..., weights_address: _Optional[str] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class EndSession(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class GatewayMessage(_message.Message):
+    __slots__ = ("welcome", "generate", "abort", "end_session", "drain")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    END_SESSION_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    generate: _rollout_pb2.GenerateRequest
+    abort: Abort
+    end_session: EndSession
+    drain: Drain
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., generate: _Optional[_Union[_rollout_pb2.GenerateRequest, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., end_session: _Optional[_Union[EndSession, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+
+class SamplerState(_message.Message):
+    __slots__ = ("register", "heartbeat", "state", "num_sessions")
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    register: Register
+    heartbeat: Heartbeat
+    state: str
+    num_sessions: int
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state: _Optional[str] = ..., num_sessions: _Optional[int] = ...) -> None: ...
+
+class GroupState(_message.Message):
+    __slots__ = ("group", "purpose", "capacity_share", "sessions_routed", "tokens_sampled", "tokens_per_second")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_SHARE_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_ROUTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    purpose: str
+    capacity_share: float
+    sessions_routed: int
+    tokens_sampled: int
+    tokens_per_second: float
+    def __init__(self, group: _Optional[str] = ..., purpose: _Optional[str] = ..., capacity_share: _Optional[float] = ..., sessions_routed: _Optional[int] = ..., tokens_sampled: _Optional[int] = ..., tokens_per_second: _Optional[float] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("samplers", "groups", "episodes_in_flight", "groups_ready", "counters", "last_sequence")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    SAMPLERS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    EPISODES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_READY_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    samplers: _containers.RepeatedCompositeFieldContainer[SamplerState]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupState]
+    episodes_in_flight: int
+    groups_ready: int
+    counters: _containers.ScalarMap[str, int]
+    last_sequence: int
+    def __init__(self, samplers: _Optional[_Iterable[_Union[SamplerState, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupState, _Mapping]]] = ..., episodes_in_flight: _Optional[int] = ..., groups_ready: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., last_sequence: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("sampler_id",)
+    SAMPLER_ID_FIELD_NUMBER: _ClassVar[int]
+    sampler_id: str
+    def __init__(self, sampler_id: _Optional[str] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

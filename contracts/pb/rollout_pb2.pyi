@@ -1,0 +1,147 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "max_new_tokens", "num_candidates", "stop_token_ids", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    num_candidates: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., num_candidates: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class CompletionChunk(_message.Message):
+    __slots__ = ("tokens", "sampler_logp", "candidate_counts", "candidate_ids", "candidate_logp", "spans", "finish_reason")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_LOGP_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_IDS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_LOGP_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    tokens: bytes
+    sampler_logp: bytes
+    candidate_counts: bytes
+    candidate_ids: bytes
+    candidate_logp: bytes
+    spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    finish_reason: str
+    def __init__(self, tokens: _Optional[bytes] = ..., sampler_logp: _Optional[bytes] = ..., candidate_counts: _Optional[bytes] = ..., candidate_ids: _Optional[bytes] = ..., candidate_logp: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+
+class VersionSpan(_message.Message):
+    __slots__ = ("version", "start", "end")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    start: int
+    end: int
+    def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("request_id", "session_id", "tokens", "sampling", "min_version", "purpose")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    session_id: str
+    tokens: bytes
+    sampling: SamplingParams
+    min_version: int
+    purpose: str
+    def __init__(self, request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., min_version: _Optional[int] = ..., purpose: _Optional[str] = ...) -> None: ...
+
+class Trajectory(_message.Message):
+    __slots__ = ("task_id", "session_id", "group", "sampler_ids", "tokens", "loss_mask", "sampler_logp", "candidate_counts", "candidate_ids", "candidate_logp", "spans", "reward", "failure", "ending", "num_turns", "num_format_errors", "seconds")
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_LOGP_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_IDS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_LOGP_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
+    NUM_TURNS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FORMAT_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    task_id: str
+    session_id: str
+    group: str
+    sampler_ids: _containers.RepeatedScalarFieldContainer[str]
+    tokens: bytes
+    loss_mask: bytes
+    sampler_logp: bytes
+    candidate_counts: bytes
+    candidate_ids: bytes
+    candidate_logp: bytes
+    spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    reward: float
+    failure: str
+    ending: str
+    num_turns: int
+    num_format_errors: int
+    seconds: float
+    def __init__(self, task_id: _Optional[str] = ..., session_id: _Optional[str] = ..., group: _Optional[str] = ..., sampler_ids: _Optional[_Iterable[str]] = ..., tokens: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampler_logp: _Optional[bytes] = ..., candidate_counts: _Optional[bytes] = ..., candidate_ids: _Optional[bytes] = ..., candidate_logp: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., failure: _Optional[str] = ..., ending: _Optional[str] = ..., num_turns: _Optional[int] = ..., num_format_errors: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class TrajectoryGroup(_message.Message):
+    __slots__ = ("sequence", "task_id", "trajectories")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    task_id: str
+    trajectories: _containers.RepeatedCompositeFieldContainer[Trajectory]
+    def __init__(self, sequence: _Optional[int] = ..., task_id: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ...) -> None: ...
+
+class StreamGroupsRequest(_message.Message):
+    __slots__ = ("after",)
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    def __init__(self, after: _Optional[int] = ...) -> None: ...
+
+class AckGroupsRequest(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class AckGroupsReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EvaluateRequest(_message.Message):
+    __slots__ = ("split", "num_tasks", "num_samples", "min_version", "sampling")
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    split: str
+    num_tasks: int
+    num_samples: int
+    min_version: int
+    sampling: SamplingParams
+    def __init__(self, split: _Optional[str] = ..., num_tasks: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...

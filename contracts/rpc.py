@@ -1,0 +1,271 @@
+"""gRPC plumbing shared by every server and client: channels, servers, tokens, errors.
+
+Owns the one table between exception types and status codes, the bearer-token check, message size
+and keepalive settings. Must not know any particular service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from contracts.errors import (
+    AuthError,
+    BadInputError,
+    ConflictError,
+    DirtyProcessError,
+    RetryError,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+CHUNK_BYTES = 1024 * 1024  # of a streamed file
+DEADLINE_S = 30.0  # of a unary call
+
+_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # a restarted peer should be found within a second or two, not after an exponential minute
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.so_reuseport", 0),
+]
+
+# Both directions of the wire use this one table. Order matters: the first matching type wins.
+_STATUS = (
+    (AuthError, grpc.StatusCode.UNAUTHENTICATED),
+    (BadInputError, grpc.StatusCode.INVALID_ARGUMENT),
+    (ConflictError, grpc.StatusCode.ABORTED),
+    (RetryError, grpc.StatusCode.UNAVAILABLE),
+    (DirtyProcessError, grpc.StatusCode.DATA_LOSS),
+    (FileNotFoundError, grpc.StatusCode.NOT_FOUND),
+)
+
+
+class RemoteInputError(BadInputError):
+    """A peer refused what it was given; its sentence is kept as it was."""
+
+    def __init__(self, sentence: str) -> None:
+        ValueError.__init__(self, sentence)
+
+
+def status_of(error: BaseException) -> grpc.StatusCode:
+    """The status code that carries this exception over the wire."""
+    for kind, code in _STATUS:
+        if isinstance(error, kind):
+            return code
+    return grpc.StatusCode.INTERNAL
+
+
+def error_of(error: grpc.RpcError) -> Exception:
+    """The exception a status code stands for on the caller's side.
+
+    A deadline, a cancellation or a lost connection is a RetryError.
+    """
+    code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
+    details = (error.details() if hasattr(error, "details") else str(error)) or code.name
+    if code == grpc.StatusCode.INVALID_ARGUMENT:
+        return RemoteInputError(details)
+    if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        return RetryError(f"no answer in time ({details})")
+    for kind, status in _STATUS:
+        if code == status:
+            return kind(details)  # pyright: ignore[reportCallIssue]  BadInputError was above
+    return RuntimeError(f"{code.name}: {details}")
+
+
+@contextlib.contextmanager
+def calling(address: str) -> Iterator[None]:
+    """Turns RpcError into the project's exceptions, naming the peer."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raised = error_of(error)
+        if isinstance(raised, RetryError | AuthError):
+            raised = type(raised)(f"{address}: {raised}")
+        raise raised from None
+
+
+def read_token(path: str | Path | None) -> str:
+    """The bearer token in a file ("" without one), never logged."""
+    if not path:
+        return ""
+    token = Path(path).read_text().strip()
+    if len(token) < 16:
+        raise BadInputError(
+            f"token file {path}", expected="at least 16 characters", found=f"{len(token)}"
+        )
+    return token
+
+
+def _metadata(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+class _AddToken(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    def __init__(self, token: str) -> None:
+        self._extra = _metadata(token)
+
+    def _details(self, details: Any) -> Any:
+        return details._replace(metadata=tuple(details.metadata or ()) + self._extra)
+
+    def intercept_unary_unary(self, continuation, client_call_details, request):
+        return continuation(self._details(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation, client_call_details, request):
+        return continuation(self._details(client_call_details), request)
+
+    def intercept_stream_unary(self, continuation, client_call_details, request_iterator):
+        return continuation(self._details(client_call_details), request_iterator)
+
+    def intercept_stream_stream(self, continuation, client_call_details, request_iterator):
+        return continuation(self._details(client_call_details), request_iterator)
+
+
+def sync_channel(address: str, token: str = "") -> grpc.Channel:
+    """A blocking channel that carries the token on every call."""
+    channel = grpc.insecure_channel(address, options=_OPTIONS)
+    return grpc.intercept_channel(channel, _AddToken(token)) if token else channel
+
+
+# grpc.aio files an interceptor under the first of its base classes, so each arity needs its own.
+class _AioUnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, add: Callable[[Any], Any]) -> None:
+        self._add = add
+
+    async def intercept_unary_unary(self, continuation, client_call_details, request):
+        return await continuation(self._add(client_call_details), request)
+
+
+class _AioUnaryStream(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, add: Callable[[Any], Any]) -> None:
+        self._add = add
+
+    async def intercept_unary_stream(self, continuation, client_call_details, request):
+        return await continuation(self._add(client_call_details), request)
+
+
+class _AioStreamUnary(grpc.aio.StreamUnaryClientInterceptor):
+    def __init__(self, add: Callable[[Any], Any]) -> None:
+        self._add = add
+
+    async def intercept_stream_unary(self, continuation, client_call_details, request_iterator):
+        return await continuation(self._add(client_call_details), request_iterator)
+
+
+class _AioStreamStream(grpc.aio.StreamStreamClientInterceptor):
+    def __init__(self, add: Callable[[Any], Any]) -> None:
+        self._add = add
+
+    async def intercept_stream_stream(self, continuation, client_call_details, request_iterator):
+        return await continuation(self._add(client_call_details), request_iterator)
+
+
+def aio_channel(address: str, token: str = "") -> grpc.aio.Channel:
+    """An asyncio channel that carries the token on every call."""
+
+    def add(details: Any) -> Any:
+        return details._replace(metadata=(*(details.metadata or ()), *_metadata(token)))
+
+    kinds = (_AioUnaryUnary, _AioUnaryStream, _AioStreamUnary, _AioStreamStream)
+    interceptors = [kind(add) for kind in kinds] if token else []
+    return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
+
+
+class _CheckToken(grpc.aio.ServerInterceptor):
+    """Refuses a call without the right bearer token, whatever its arity."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}"
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
+        if handler is None or hmac.compare_digest(str(given).encode(), self._expected.encode()):
+            return handler
+
+        async def refuse(_request: Any, context: grpc.aio.ServicerContext) -> None:
+            found = "a different token" if given else "no token"
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                f"bearer token: expected the one this server was started with, found {found}",
+            )
+
+        async def refuse_stream(
+            request: Any, context: grpc.aio.ServicerContext
+        ) -> AsyncIterator[None]:
+            await refuse(request, context)
+            yield None
+
+        streams = (handler.request_streaming, handler.response_streaming)
+        make = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[streams]
+        return make(
+            refuse_stream if handler.response_streaming else refuse,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+@contextlib.asynccontextmanager
+async def answering(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Wraps the body of a servicer method: project exceptions become status codes.
+
+    An exception outside the table is a bug: it is logged with its traceback and sent as INTERNAL.
+    """
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        code = status_of(error)
+        if code == grpc.StatusCode.INTERNAL:
+            log.exception("unexpected error while answering a call")
+        await context.abort(code, str(error))
+
+
+async def start_server(
+    address: str, token: str, add: Callable[[grpc.aio.Server], None]
+) -> tuple[grpc.aio.Server, int]:
+    """Starts an asyncio server at host:port (port 0 picks one) and returns it with its port.
+
+    `add` registers the servicers. Raises BadInputError when the port is taken.
+    """
+    server = grpc.aio.server(options=_OPTIONS, interceptors=[_CheckToken(token)] if token else [])
+    add(server)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if not port:
+        raise BadInputError(
+            f"listen address {address}", expected="a free port", found="it is in use or invalid"
+        )
+    await server.start()
+    return server, port

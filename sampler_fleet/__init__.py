@@ -1,0 +1,1 @@
+"""The fleet: gateway, router, engines and episodes. Never imports the trainer."""

@@ -1,0 +1,66 @@
+"""The engine port: what the sampler agent needs of an inference engine.
+
+Owns the interface only. Implementations: `embedded.py` (PyTorch), later `sglang.py`. Adapters are
+named in entry points, nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from contracts.types import Completion, GenerateRequest, Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """What runs now; fractions in [0, 1], rates averaged over the last seconds."""
+
+    num_running: int
+    num_waiting: int
+    tokens_per_second: float
+    kv_used_fraction: float
+
+
+class Engine(Protocol):
+    """One model in one precision. All methods are called from one asyncio loop."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that the next decode step will use; 0 before the first load."""
+        ...
+
+    async def load(self, directory: Path, manifest: Manifest) -> None:
+        """Switches to a complete checkpoint directory in its format, also while requests run.
+
+        Requests that span the switch go on with the KV cache they have; their spans say which
+        version made which token. After the switch every tensor's checksum is compared with the
+        manifest's.
+
+        Raises:
+            BadInputError: another architecture, missing or unknown tensors; the old weights stay.
+            DirtyProcessError: the engine no longer knows what it serves; it must be replaced.
+        """
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+        """Streams the completion in chunks, the last of which has a finish_reason.
+
+        The KV cache of `request.session_id` is reused for the longest common prefix. Closing the
+        iterator aborts the request.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its stream closes with finish_reason `abort`. Unknown ids are ignored."""
+        ...
+
+    def end_session(self, session_id: str) -> None:
+        """The session's KV cache may go."""
+        ...
+
+    def load_now(self) -> EngineLoad: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Episodes: the agent loop, chat format, sandboxes, tasks and grading."""

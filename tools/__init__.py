@@ -1,0 +1,1 @@
+"""Command-line tools. They hold no logic that a package owns."""

@@ -1,0 +1,1 @@
+"""Policy versions on disk and over gRPC, in every sampler's format."""
