@@ -2,13 +2,49 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
+BIN := .venv/bin
+RUN ?= examples/demo.toml
+SET ?=
 
-.PHONY: help setup demo test unit e2e check proto clean
+# Two cores are shared by many processes: one thread each is faster than several that wait.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help setup demo test unit e2e check format proto warmstart clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | column -t -s '|'
+
+setup: ## virtual environment, pinned dependencies, bubblewrap
+	@PYTHON="$(PYTHON)" bash tools/setup.sh
+
+demo: setup ## train the demo policy on eight sampler groups; ends with runs/demo/report.html
+	$(BIN)/python -m trainer_jax train $(RUN) --fresh $(addprefix --set ,$(SET))
+
+test: setup check unit e2e ## everything that must hold
+
+unit: setup ## fast tests, no processes
+	$(BIN)/python -m pytest -n 2 -m "not e2e" tests
+
+e2e: setup ## real processes and real gRPC on loopback, one test at a time
+	$(BIN)/python -m pytest -m e2e tests
+
+check: setup ## lint, types, layout, generated files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.check_layout
+	$(BIN)/python -m tools.generate_proto --check
+	$(BIN)/basedpyright --warnings
+
+format: setup ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
 proto: setup ## regenerate contracts/pb from proto/
 	$(BIN)/python -m tools.generate_proto
+
+warmstart: setup ## reproduce examples/demo-checkpoint from the repository alone
+	$(BIN)/python -m trainer_jax sft examples/warmstart.toml
+
+clean: ## remove the environment, caches and runs
+	rm -rf .venv .cache runs build *.egg-info

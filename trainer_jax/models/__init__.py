@@ -1,0 +1,1 @@
+"""Policy models: parameters as a plain pytree, forward passes as pure functions."""
