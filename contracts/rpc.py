@@ -111,7 +111,12 @@ def read_token(path: str | Path | None) -> str:
     return token
 
 
-def _metadata(token: str) -> tuple[tuple[str, str], ...]:
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """For a call that brings the token itself, on a channel without one.
+
+    Interceptors make an asyncio call copy its written messages through a generator; a stream that
+    lives long and writes much does without.
+    """
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
@@ -122,7 +127,7 @@ class _AddToken(
     grpc.StreamStreamClientInterceptor,
 ):
     def __init__(self, token: str) -> None:
-        self._extra = _metadata(token)
+        self._extra = token_metadata(token)
 
     def _details(self, details: Any) -> Any:
         return details._replace(metadata=tuple(details.metadata or ()) + self._extra)
@@ -183,7 +188,7 @@ def aio_channel(address: str, token: str = "") -> grpc.aio.Channel:
     """An asyncio channel that carries the token on every call."""
 
     def add(details: Any) -> Any:
-        return details._replace(metadata=(*(details.metadata or ()), *_metadata(token)))
+        return details._replace(metadata=(*(details.metadata or ()), *token_metadata(token)))
 
     kinds = (_AioUnaryUnary, _AioUnaryStream, _AioStreamUnary, _AioStreamStream)
     interceptors = [kind(add) for kind in kinds] if token else []

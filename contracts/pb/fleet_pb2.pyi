@@ -109,19 +109,27 @@ class Drain(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class Expel(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
 class GatewayMessage(_message.Message):
-    __slots__ = ("welcome", "generate", "abort", "end_session", "drain")
+    __slots__ = ("welcome", "generate", "abort", "end_session", "drain", "expel")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     GENERATE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     END_SESSION_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    EXPEL_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     generate: _rollout_pb2.GenerateRequest
     abort: Abort
     end_session: EndSession
     drain: Drain
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., generate: _Optional[_Union[_rollout_pb2.GenerateRequest, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., end_session: _Optional[_Union[EndSession, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    expel: Expel
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., generate: _Optional[_Union[_rollout_pb2.GenerateRequest, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., end_session: _Optional[_Union[EndSession, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ...) -> None: ...
 
 class SamplerState(_message.Message):
     __slots__ = ("register", "heartbeat", "state", "num_sessions")

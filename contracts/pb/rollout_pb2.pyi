@@ -123,10 +123,12 @@ class StreamGroupsRequest(_message.Message):
     def __init__(self, after: _Optional[int] = ...) -> None: ...
 
 class AckGroupsRequest(_message.Message):
-    __slots__ = ("sequence",)
+    __slots__ = ("sequence", "taken")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     sequence: int
-    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+    taken: int
+    def __init__(self, sequence: _Optional[int] = ..., taken: _Optional[int] = ...) -> None: ...
 
 class AckGroupsReply(_message.Message):
     __slots__ = ()

@@ -6,9 +6,9 @@ names them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from contracts.types import Completion, GenerateRequest
@@ -49,18 +49,30 @@ class ExecResult:
     `num_bytes` counts what the command wrote.
     """
 
-    returncode: int  # 124 when timed out
+    returncode: int  # 124 when timed out, 125 when stopped for writing too much
     output: str
     num_bytes: int
     timed_out: bool
     seconds: float
 
 
-class Sandbox(Protocol):
-    """One isolated place with a writable tree at `cwd`. No network."""
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A working tree as it stands. Paths are relative, as the sandbox's bytes decode."""
 
-    async def start(self, tree: Path) -> None:
-        """Copies `tree` in and makes it the working directory."""
+    files: dict[str, bytes]  # regular files
+    special: tuple[str, ...]  # everything else that is no directory: links, pipes, unreadable files
+    complete: bool  # False: the tree is larger than the sandbox's limits, and this is a part of it
+
+
+class Sandbox(Protocol):
+    """One isolated place with a writable tree at `cwd`. No network.
+
+    Every method but `close` raises SandboxError when the sandbox itself fails.
+    """
+
+    async def start(self, tree: Mapping[str, bytes]) -> None:
+        """Writes `tree` (relative path to content) and makes it the working directory."""
         ...
 
     async def exec(
@@ -69,12 +81,32 @@ class Sandbox(Protocol):
         """Runs `bash -c command` in a fresh subshell in the working directory."""
         ...
 
-    async def read(self, path: str) -> bytes: ...
+    async def read(self, path: str) -> bytes:
+        """A regular file of the tree; follows no links. OSError if it can't be read."""
+        ...
 
-    async def write(self, path: str, data: bytes) -> None: ...
+    async def write(self, path: str, data: bytes) -> None:
+        """A regular file of the tree; follows no links. OSError if it can't be written."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """Stops everything that runs inside, then reads the tree; follows no links."""
+        ...
 
     async def close(self) -> None:
         """Kills everything in it and removes every trace. Safe to call twice."""
+        ...
+
+
+class Sandboxes(Protocol):
+    """Where sandboxes come from."""
+
+    def open(self, tree: Mapping[str, bytes]) -> AbstractAsyncContextManager[Sandbox]:
+        """A fresh started sandbox, closed at the end; waits while too many are open.
+
+        Raises:
+            SandboxError: none could be started.
+        """
         ...
 
 

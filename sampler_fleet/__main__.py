@@ -1,0 +1,314 @@
+"""`python -m sampler_fleet`: the gateway, a sampler, and the small commands around them.
+
+Owns the command line and which concrete adapter stands behind each port. Imports of engines and
+sandboxes are inside the commands: the gateway runs without torch, a sampler without sandboxes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+import logging
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from contracts.errors import DirtyProcessError, exits_politely
+from contracts.rpc import read_token
+from sampler_fleet.process import die_with_parent, log_to_stderr, run_until_stopped, write_port_file
+
+log = logging.getLogger(__name__)
+
+EXIT_DIRTY = 3  # replace this process; see contracts.errors.DirtyProcessError
+STOP_GRACE_S = 1.0  # for calls in progress when the gateway stops
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
+)
+
+Config = Annotated[Path, typer.Option(help="Run file (.toml) or resolved run record (.json).")]
+Gateway = Annotated[str, typer.Option(help="The gateway's HOST:PORT.")]
+StateDir = Annotated[Path, typer.Option(help="What this process keeps over restarts.")]
+DieWithParent = Annotated[
+    bool, typer.Option("--die-with-parent", help="Stop when the process that started this ends.")
+]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token of the run.")]
+
+
+def main() -> None:
+    app()
+
+
+@app.command()
+@exits_politely
+def serve(
+    config: Config,
+    state_dir: StateDir,
+    checkpoint: Annotated[Path, typer.Option(help="Any checkpoint of the run's policy.")],
+    listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 picks one.")] = "127.0.0.1:0",
+    weights: Annotated[str, typer.Option(help="The weight service, as samplers reach it.")] = "",
+    token_file: TokenFile = None,
+    port_file: Annotated[Path | None, typer.Option(help="Gets the bound port.")] = None,
+    with_parent: DieWithParent = False,
+) -> None:
+    """The gateway: routes sessions to samplers, runs episodes, keeps their trajectories."""
+    if with_parent:
+        die_with_parent()
+    log_to_stderr("gateway")
+    asyncio.run(
+        _serve(
+            config,
+            state_dir=state_dir,
+            checkpoint=checkpoint,
+            listen=listen,
+            weights=weights,
+            token=read_token(token_file),
+            port_file=port_file,
+        )
+    )
+
+
+async def _serve(
+    config: Path,
+    *,
+    state_dir: Path,
+    checkpoint: Path,
+    listen: str,
+    weights: str,
+    token: str,
+    port_file: Path | None,
+) -> None:
+    from contracts.rpc import start_server
+    from sampler_fleet.config import read_settings
+    from sampler_fleet.episodes.agent import run_episode
+    from sampler_fleet.episodes.chat import ChatFormat
+    from sampler_fleet.episodes.grading import Grader
+    from sampler_fleet.episodes.sandbox import SandboxPool
+    from sampler_fleet.episodes.tasks import generate_tasks
+    from sampler_fleet.fingerprint import identify_checkpoint
+    from sampler_fleet.fleet import Fleet
+    from sampler_fleet.gateway import add_services
+    from sampler_fleet.producer import Producer
+    from sampler_fleet.spool import Spool
+
+    settings = read_settings(config)
+    episodes, tasks = settings.episodes, settings.tasks
+    fleet = Fleet(settings.fleet, identify_checkpoint(checkpoint))
+    most = episodes.max_concurrent + episodes.max_concurrent_evaluation
+    sandboxes = SandboxPool(episodes.num_sandboxes or most, episodes.sandbox)
+    examination_rooms = SandboxPool(episodes.num_graders, episodes.sandbox)
+    producer = Producer(
+        episodes,
+        tasks={
+            "train": generate_tasks("train", tasks.num_train, tasks.seed),
+            "heldout": generate_tasks("heldout", tasks.num_heldout, tasks.seed),
+        },
+        sampling=settings.sampling.params(),
+        run_episode=functools.partial(
+            run_episode,
+            generator=fleet,
+            chat=ChatFormat.load(checkpoint),
+            sandboxes=sandboxes,
+            grader=Grader(examination_rooms, episodes.grading),
+            limits=episodes.limits,
+        ),
+        wait_until_ready=fleet.wait_until_ready,
+        spool=(spool := Spool(state_dir / "groups.sqlite")),
+        seed=tasks.seed,
+    )
+    try:
+        server, port = await start_server(
+            listen,
+            token,
+            lambda server: add_services(
+                server, fleet=fleet, spool=spool, producer=producer, weights_address=weights
+            ),
+        )
+        write_port_file(port_file, port)
+        log.info("listening on port %d; %d groups kept", port, spool.count())
+        work = asyncio.ensure_future(_first_failure(fleet.keep_leases(), producer.run()))
+        try:
+            await run_until_stopped(work, work.cancel)
+        finally:
+            fleet.stop()
+            spool.stop()
+            await server.stop(STOP_GRACE_S)
+    finally:
+        await sandboxes.close()
+        await examination_rooms.close()
+        spool.close()
+
+
+async def _first_failure(*jobs) -> None:
+    """Runs jobs that never end; the first to fail ends all, with its own exception."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                group.create_task(job)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+@app.command()
+@exits_politely
+def join(
+    config: Config,
+    gateway: Gateway,
+    weights: Annotated[str, typer.Option(help="The weight service's HOST:PORT.")],
+    group: Annotated[str, typer.Option(help="The group it belongs to, as in the run file.")],
+    sampler_id: Annotated[str, typer.Option(help="Unique in the run, kept over restarts.")],
+    state_dir: StateDir,
+    token_file: TokenFile = None,
+    with_parent: DieWithParent = False,
+) -> int:
+    """A sampler with the embedded engine: loads weights, dials out, serves its group."""
+    if with_parent:
+        die_with_parent()
+    log_to_stderr(sampler_id)
+    try:
+        asyncio.run(
+            _join(
+                config,
+                gateway=gateway,
+                weights=weights,
+                group_name=group,
+                sampler_id=sampler_id,
+                state_dir=state_dir,
+                token=read_token(token_file),
+            )
+        )
+    except DirtyProcessError as error:
+        log.error("this process is to be replaced: %s", error)
+        return EXIT_DIRTY
+    return 0
+
+
+async def _join(
+    config: Path,
+    *,
+    gateway: str,
+    weights: str,
+    group_name: str,
+    sampler_id: str,
+    state_dir: Path,
+    token: str,
+) -> None:
+    from sampler_fleet.config import read_settings
+    from sampler_fleet.engines.embedded import EmbeddedEngine
+    from sampler_fleet.join import Patience, SamplerAgent
+    from weight_sync.client import WeightClient
+
+    fleet = read_settings(config).fleet
+    group = fleet.group(group_name)
+    engine = EmbeddedEngine(
+        kv_format=group.kv_format,
+        activation_format=group.activation_format,
+        split_k=group.split_k,
+        max_sessions=group.max_sessions,
+        max_context_tokens=fleet.max_context_tokens,
+        seed=int.from_bytes(hashlib.sha256(sampler_id.encode()).digest()[:4], "little"),
+    )
+    client = WeightClient(weights, token, group.weight_format, state_dir / "weights")
+    agent = SamplerAgent(
+        sampler_id=sampler_id,
+        group=group,
+        engine=engine,
+        weights=client,
+        gateway=gateway,
+        token=token,
+        patience=Patience(drain=fleet.drain_seconds),
+    )
+    try:
+        await run_until_stopped(agent.run(), lambda: agent.leave("it was told to stop"))
+    finally:
+        await client.close()
+        await engine.close()
+
+
+@app.command()
+@exits_politely
+def status(
+    gateway: Gateway,
+    token_file: TokenFile = None,
+    every: Annotated[float, typer.Option(help="Seconds between updates; 0 shows it once.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Once, for machines.")] = False,
+) -> None:
+    """A live table of groups and samplers."""
+    from rich.console import Console
+
+    from sampler_fleet.status import show
+
+    show(gateway, read_token(token_file), every_seconds=every, console=Console(), as_json=as_json)
+
+
+@app.command()
+@exits_politely
+def drain(
+    gateway: Gateway,
+    sampler_id: Annotated[str, typer.Option(help="Which sampler.")],
+    token_file: TokenFile = None,
+) -> None:
+    """Lets a sampler finish what it runs, then leave."""
+    from contracts import rpc
+    from contracts.pb import fleet_pb2, fleet_pb2_grpc
+
+    with rpc.sync_channel(gateway, read_token(token_file)) as channel, rpc.calling(gateway):
+        fleet_pb2_grpc.FleetStub(channel).DrainSampler(
+            fleet_pb2.DrainRequest(sampler_id=sampler_id), timeout=rpc.DEADLINE_S
+        )
+
+
+@app.command()
+@exits_politely
+def check(config: Config) -> None:
+    """Validates the fleet's sections of a run file and prints them resolved, as JSON."""
+    from sampler_fleet.config import read_settings
+
+    print(json.dumps(read_settings(config).to_dict(), indent=2, sort_keys=True))
+
+
+@app.command()
+@exits_politely
+def demonstrations(
+    out: Annotated[Path, typer.Option(help="The .npz file to write.")],
+    tokenizer: Annotated[Path, typer.Option(help="Directory with the tokenizer's files.")],
+    num: Annotated[int, typer.Option(help="Episodes.")],
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Scripted episodes for the supervised warm start."""
+    from sampler_fleet.episodes.tasks.demonstrations import write_demonstrations
+
+    write_demonstrations(out, tokenizer, num, seed)
+
+
+@app.command("tokenizer")
+@exits_politely
+def write_tokenizer_files(out: Annotated[Path, typer.Option(help="Directory to write.")]) -> None:
+    """The demo policy's tokenizer and chat template."""
+    from sampler_fleet.episodes.tokenizer import write_tokenizer
+
+    write_tokenizer(out)
+
+
+@app.command()
+@exits_politely
+def tasks(
+    split: Annotated[str, typer.Option(help="train or heldout.")] = "train",
+    num: Annotated[int, typer.Option(help="How many.")] = 1,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Generated tasks, one JSON object per line."""
+    from sampler_fleet.episodes.tasks import generate_tasks
+
+    for task in generate_tasks(split, num, seed):
+        json.dump(asdict(task), sys.stdout)
+        sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Grading: does a fresh copy of the tree with the submitted patch pass the hidden tests?
+
+Owns the verdict. It trusts nothing that the policy could write: the patch is screened again, the
+tree is pristine, the tests never touch its disk, and the trusted runner (`graderun.py`) keeps the
+policy's code in another process. Must not know how a sandbox isolates.
+
+A verdict takes a report of exactly the expected tests, each line marked with a nonce that only the
+runner has read, and a canary: a test that compares something of the policy's with a random text and
+must fail. Whatever the policy's code breaks after the runner is ready is a reward of 0; a sandbox
+that fails, or a runner that never gets ready, is a SandboxError.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from contracts.runfile import Section
+from sampler_fleet.episodes.base import SandboxError, Sandboxes, Task
+from sampler_fleet.episodes.patch import Patch, apply, screen
+from sampler_fleet.episodes.standalone import standalone
+from sampler_fleet.episodes.wire import encode
+
+_RUNNER = standalone("wire", "remote", "graderun")
+_COMMAND = f"exec python3 -I -S -B -c {shlex.quote(_RUNNER)}"
+_CANARY = """
+import {module} as subject
+def {function}():
+    assert subject.__name__ == {secret!r}
+"""
+_MAX_REPORT = 1 << 20
+_GRACE_S = 10.0  # the runner ends by itself before the sandbox ends it
+
+
+class GradingLimits(Section):
+    """How long hidden tests may take."""
+
+    seconds: float = Field(default=20.0, gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    passed: bool
+    reason: str
+
+
+class Grader:
+    """Grades in sandboxes of its own; any number at once, as far as the pool has them."""
+
+    def __init__(self, sandboxes: Sandboxes, limits: GradingLimits | None = None) -> None:
+        self._sandboxes = sandboxes
+        self._limits = limits or GradingLimits()
+
+    async def grade(self, task: Task, patch: Patch) -> Verdict:
+        """Runs the hidden tests on the task's tree after `patch`, or says why it need not.
+
+        Raises:
+            SandboxError: the infrastructure failed; grading again may succeed.
+        """
+        start = tree_bytes(task.tree)
+        screened = screen(patch, start, protected=task.hidden_tests)
+        if screened.refused:
+            return Verdict(passed=False, reason=f"patch refused: {screened.refused}")
+        if not screened.patch:
+            return Verdict(passed=False, reason="nothing changed")
+        exam = _Exam.of(task)
+        async with self._sandboxes.open(apply(start, screened.patch)) as sandbox:
+            result = await sandbox.exec(
+                _COMMAND,
+                timeout_s=self._limits.seconds + _GRACE_S,
+                stdin=exam.payload(self._limits.seconds),
+                max_output=_MAX_REPORT,
+            )
+        return exam.judge(result.output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Exam:
+    """One run of the hidden tests: its secrets and what its report must say."""
+
+    nonce: str
+    canary: str
+    modules: tuple[str, ...]  # top-level modules of the pristine tree
+    sources: dict[str, str]
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(task: Task) -> _Exam:
+        nonce, secret = secrets.token_hex(16), secrets.token_hex(16)
+        modules = top_level_modules(task.tree)
+        file, function = f"canary_{secret[:8]}.py", f"test_{secret[8:]}"
+        source = _CANARY.format(module=modules[0], function=function, secret=secret)
+        names = sorted({*task.fail_to_pass, *task.pass_to_pass})
+        canary = f"{file}::{function}"
+        names.insert(secrets.randbelow(len(names) + 1), canary)
+        return _Exam(
+            nonce=nonce,
+            canary=canary,
+            modules=modules,
+            sources={**task.hidden_tests, file: source},
+            names=tuple(names),
+        )
+
+    def payload(self, seconds: float) -> bytes:
+        return encode((self.nonce, self.modules, self.sources, self.names, seconds))
+
+    def judge(self, report: str) -> Verdict:
+        """The verdict of a report; lines without the nonce count for nothing."""
+        lines = [
+            line.removeprefix(f"{self.nonce} ")
+            for line in report.splitlines()
+            if line.startswith(f"{self.nonce} ")
+        ]
+        if not lines or lines[0] != "ready":
+            raise SandboxError(f"the test runner did not start: {report[-500:].strip()!r}")
+        if lines[-1] != "done":
+            return Verdict(passed=False, reason="the test runner was stopped")
+        results: dict[str, tuple[str, str]] = {}
+        for line in lines[1:-1]:
+            status, name, why = line.split(" ", 2)
+            results[name] = (status, why)
+        if len(lines) - 2 != len(self.names) or results.keys() != set(self.names):
+            return Verdict(passed=False, reason="the report has other tests than were asked for")
+        if results.pop(self.canary)[0] != "failed":
+            return Verdict(passed=False, reason="a test that must fail did not")
+        for name, (status, why) in results.items():
+            if status != "passed":
+                return Verdict(passed=False, reason=f"{name}: {why}")
+        return Verdict(passed=True, reason=f"{len(results)} tests passed")
+
+
+def top_level_modules(tree: Collection[str]) -> tuple[str, ...]:
+    """Names that Python can import from the root of a tree, sorted."""
+    names = {
+        first.removesuffix(".py")
+        for first in (path.split("/")[0] for path in tree if path.endswith(".py"))
+    }
+    return tuple(sorted(name for name in names if name.isidentifier()))
+
+
+def tree_bytes(tree: Mapping[str, str]) -> dict[str, bytes]:
+    """A task's tree as sandboxes take it."""
+    return {path: text.encode() for path, text in tree.items()}

@@ -1,0 +1,388 @@
+"""Calls between hidden tests and the code they test, which lives in another process.
+
+Owns both ends. The worker runs the policy's code; the tests see its modules, functions, classes and
+objects as proxies. Plain values (see `wire.py`) cross as copies, so that tests compare built-in
+objects with built-in objects in a process that never holds an object, class or line of the policy.
+Everything else stays behind as a reference to call, index, iterate or compare with its like.
+
+What a test may do: call functions and classes of the tree, pass its own functions, read and set
+attributes, iterate, catch the tree's exceptions, see its own lists, dicts and sets changed by a
+call. What it may not: patch the standard library or capture output (the worker has its own), use
+`with` on the tree's objects, hand over instances of its own classes.
+
+Runs in a sandbox with a bare interpreter: few imports, all of them cheap.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import os
+import select
+import sys
+import time
+
+from sampler_fleet.episodes.wire import decode, encode, frame
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from typing import Any, NoReturn
+
+_MAX_MESSAGE = 16 << 20
+_NOTHING = object()
+_ModuleType = type(sys)
+_ModuleSpec: Any = type(builtins.__spec__)  # without importing importlib
+
+
+class Lost(BaseException):
+    """The other process is gone, late or talks nonsense. No Exception: tests can't swallow it."""
+
+
+class Peer:
+    """One end. Either side may ask while it is being asked: a test's function may be called back.
+
+    `deadline` is in seconds of time.monotonic().
+    """
+
+    def __init__(self, read_fd: int, write_fd: int, deadline: float | None = None) -> None:
+        self.own: list[Any] = []  # what the other side has references to
+        self._numbers: dict[int, int] = {}  # id -> place in `own`
+        self._read_fd, self._write_fd, self._deadline = read_fd, write_fd, deadline
+        self._lost = ""
+
+    def perform(self, verb: str, *arguments: Any) -> Any:
+        """What the other side may ask for."""
+        raise NotImplementedError
+
+    def refer(self, thing: Any) -> tuple[str, int, Any]:
+        """(kind, number, more) of a thing that can't cross."""
+        raise NotImplementedError
+
+    def resolve(self, kind: str, number: int, more: Any) -> Any:
+        """What stands here for a thing of the other side, or the own thing that comes back."""
+        raise NotImplementedError
+
+    def exception(self, kind: Any, arguments: tuple[Any, ...], number: int) -> BaseException:
+        """The exception to raise for one that was raised over there."""
+        raise NotImplementedError
+
+    def number(self, thing: Any) -> int:
+        if id(thing) not in self._numbers:
+            self._numbers[id(thing)] = len(self.own)
+            self.own.append(thing)
+        return self._numbers[id(thing)]
+
+    def ask(self, verb: str, *arguments: Any) -> Any:
+        """Lets the other side perform `verb`; returns its result or raises its exception."""
+        self._write(encode(("ask", verb, arguments), self.refer))
+        while True:
+            kind, *rest = self.receive()
+            if kind == "ask":
+                self.answer(*rest)
+            elif kind == "value":
+                return rest[0]
+            else:
+                raise self.exception(*rest)
+
+    def answer(self, verb: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            reply = encode(("value", self.perform(verb, *arguments)), self.refer)
+        except Lost:
+            raise
+        except BaseException as error:
+            reply = encode(("error", *self._describe(error)))
+        self._write(reply)
+
+    def receive(self) -> Any:
+        size = int.from_bytes(self._read(4), "big")
+        if size > _MAX_MESSAGE:
+            self._lose("a message is too long")
+        try:
+            return decode(self._read(size), self.resolve)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            self._lose(f"a message can't be read: {error!r}")
+
+    def describe_class(self, kind: type[BaseException]) -> tuple[str, list[tuple[int, str]]]:
+        """The built-in class it is or comes from; (number, name) of each class down to it."""
+        below: list[tuple[int, str]] = []
+        for base in kind.__mro__:
+            if getattr(builtins, base.__name__, None) is base:
+                return base.__name__, below[::-1]
+            below.append((self.number(base), base.__name__))
+        raise AssertionError("every exception comes from BaseException")
+
+    def _describe(self, error: BaseException) -> tuple[Any, tuple[Any, ...], int]:
+        """An exception as plain values: its class, its arguments, and itself to ask for more."""
+        try:
+            arguments = error.args
+            encode(arguments)
+        except Exception:
+            arguments = (str(error),)
+        return self.describe_class(type(error)), arguments, self.number(error)
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(frame(data))
+        while view:
+            self._wait(self._write_fd, select.POLLOUT)
+            try:
+                view = view[os.write(self._write_fd, view[: select.PIPE_BUF]) :]
+            except OSError:
+                self._lose("the code under test ended its process")
+
+    def _read(self, num_bytes: int) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            self._wait(self._read_fd, select.POLLIN)
+            part = os.read(self._read_fd, num_bytes - len(data))
+            if not part:
+                self._lose("the code under test ended its process")
+            data += part
+        return data
+
+    def _wait(self, fd: int, event: int) -> None:
+        if self._lost:
+            raise Lost(self._lost)
+        if self._deadline is not None:
+            poll = select.poll()
+            poll.register(fd, event)
+            if not poll.poll(max(0.0, self._deadline - time.monotonic()) * 1000):
+                self._lose("the time is up")
+
+    def _lose(self, why: str) -> NoReturn:
+        self._lost = why
+        raise Lost(why)
+
+
+# --- the worker's end --------------------------------------------------------------------------
+
+
+def _import(name: str) -> Any:
+    __import__(name)
+    return sys.modules[name]
+
+
+_OPERATORS = (
+    *("lt", "le", "gt", "ge", "contains", "getitem", "setitem", "delitem", "neg", "pos", "abs"),
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "xor", "invert"),
+)
+_VERBS: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: kind for kind in (getattr, setattr, isinstance, iter, next, len, repr)},
+    **{kind.__name__: kind for kind in (str, int, float, bool)},
+    **{name: getattr(operator, name) for name in (*_OPERATORS, "eq", "index")},
+    "import": _import,
+}
+_ADDABLE: tuple[Any, ...] = (int, float, str, bytes)
+_BASES: tuple[Any, ...] = (*_ADDABLE, list, tuple, dict, set, frozenset)
+
+
+class Worker(Peer):
+    """Runs what the tests ask for."""
+
+    def perform(self, verb: str, *arguments: Any) -> Any:
+        return self._call(*arguments) if verb == "call" else _VERBS[verb](*arguments)
+
+    def _call(
+        self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[Any, list[tuple[int, Any]]]:
+        """(result, [(place, new content) of each container among the arguments that changed])."""
+        before = {
+            place: encode(argument, self.refer)
+            for place, argument in enumerate(arguments)
+            if type(argument) in (list, dict, set)
+        }
+        result = function(*arguments, **keywords)
+        changed = [
+            (place, arguments[place])
+            for place, data in before.items()
+            if encode(arguments[place], self.refer) != data
+        ]
+        return result, changed
+
+    def refer(self, thing: Any) -> tuple[str, int, Any]:
+        if isinstance(thing, Callback):
+            return "yours", thing.number, None
+        number = self.number(thing)
+        if isinstance(thing, type) and issubclass(thing, BaseException):
+            return "exception", number, self.describe_class(thing)
+        for base in _BASES:  # an instance of a subclass: its content comes along
+            if isinstance(thing, base):
+                return "object", number, (encode(_plain(thing, base), self.refer),)
+        return "object", number, None
+
+    def resolve(self, kind: str, number: int, more: Any) -> Any:
+        return self.own[number] if kind == "yours" else Callback(self, number)
+
+    def exception(self, kind: Any, arguments: tuple[Any, ...], number: int) -> BaseException:
+        return getattr(builtins, kind[0])(*arguments)
+
+
+def _plain(thing: Any, base: Any) -> Any:
+    """The content of an instance of a subclass of a built-in type, as that type."""
+    if base in _ADDABLE:
+        return base.__add__(thing, base())  # the sum of the two is of the built-in type
+    return base(base.items(thing) if base is dict else base.__iter__(thing))
+
+
+class Callback:
+    """A function of the test, in the worker."""
+
+    def __init__(self, peer: Worker, number: int) -> None:
+        self.peer, self.number = peer, number
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.peer.ask("call", self, arguments, keywords)
+
+
+# --- the tests' end ----------------------------------------------------------------------------
+
+
+class Proxy:
+    """An object in the worker. Equal to plain values only where it extends a built-in type."""
+
+    def __init__(self, peer: Tests, number: int, content: Any = _NOTHING) -> None:
+        self.__dict__.update(_peer=peer, _number=number, _content=content)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._peer.ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._peer.ask("setattr", self, name, value)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        result, changed = self._peer.ask("call", self, arguments, keywords)
+        for place, content in changed:
+            mine = arguments[place]
+            if type(mine) is not type(content):
+                raise TypeError("an argument changed its type")
+            mine.clear()
+            (mine.extend if type(mine) is list else mine.update)(content)
+        return result
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Proxy):
+            return self._number == other._number or self._peer.ask("eq", self, other) is True
+        return self._content is not _NOTHING and self._content == other
+
+    def __hash__(self) -> int:
+        return hash(self._number if self._content is _NOTHING else self._content)
+
+    def __instancecheck__(self, thing: object) -> bool:
+        return isinstance(thing, Proxy) and self._peer.ask("isinstance", thing, self) is True
+
+
+def _forward(verb: str) -> Callable[..., Any]:
+    def method(self: Proxy, *arguments: Any) -> Any:
+        return self._peer.ask(verb, self, *arguments)
+
+    return method
+
+
+def _forward_order(verb: str) -> Callable[..., Any]:
+    def method(self: Proxy, other: Any) -> Any:
+        if isinstance(other, Proxy):
+            return self._peer.ask(verb, self, other)
+        if self._content is _NOTHING:  # a strange object must not decide how it compares
+            return NotImplemented
+        return getattr(operator, verb)(self._content, other)
+
+    return method
+
+
+for _verb in (*_OPERATORS, "index", "iter", "next", "len", "repr", "str", "int", "float", "bool"):
+    _make = _forward_order if _verb in ("lt", "le", "gt", "ge") else _forward
+    setattr(Proxy, f"__{_verb.rstrip('_')}__", _make(_verb))
+
+
+class RemoteModule(_ModuleType):
+    """A module of the tree, as the tests import it."""
+
+    def __init__(self, name: str, proxy: Proxy) -> None:
+        super().__init__(name)
+        self.__dict__["_proxy"] = proxy
+        for own in ("__name__", "__doc__"):
+            del self.__dict__[own]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_proxy"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, _ModuleType) or name.startswith("__"):  # the import system does that
+            super().__setattr__(name, value)
+        else:
+            setattr(self.__dict__["_proxy"], name, value)
+
+
+class Tests(Peer):
+    """Asks the worker, and finds the tree's `modules` for the import system."""
+
+    def __init__(
+        self, read_fd: int, write_fd: int, *, deadline: float, modules: Collection[str]
+    ) -> None:
+        super().__init__(read_fd, write_fd, deadline)
+        self._modules = frozenset(modules)
+        self._proxies: dict[int, Proxy] = {}
+        self._classes: dict[int, Any] = {}  # number -> stand-in of an exception class
+
+    def perform(self, verb: str, *arguments: Any) -> Any:
+        function, positional, keywords = arguments
+        if verb != "call":
+            raise TypeError("only functions of the test can be called")
+        return function(*positional, **keywords)
+
+    def refer(self, thing: Any) -> tuple[str, int, Any]:
+        if isinstance(thing, RemoteModule):
+            thing = thing.__dict__["_proxy"]
+        if isinstance(thing, Proxy):
+            return "yours", thing._number, None
+        if isinstance(thing, type) and "_number" in thing.__dict__:
+            return "yours", thing.__dict__["_number"], None
+        if callable(thing):
+            return "function", self.number(thing), None
+        raise TypeError(f"a {type(thing).__name__} can't be handed to the code under test")
+
+    def resolve(self, kind: str, number: int, more: Any) -> Any:
+        if kind == "yours":
+            return self.own[number]
+        if kind == "exception":
+            return self._exception_class(*more)
+        if more is not None:  # its content may have changed since it was last here
+            return Proxy(self, number, decode(more[0], self.resolve))
+        return self._proxies.setdefault(number, Proxy(self, number))
+
+    def exception(self, kind: Any, arguments: tuple[Any, ...], number: int) -> BaseException:
+        stand_in = self._exception_class(*kind)
+        error = stand_in.__new__(stand_in, *arguments)
+        error.__dict__["_original"] = Proxy(self, number)
+        return error
+
+    def describe_class(self, kind: type[BaseException]) -> tuple[str, list[tuple[int, str]]]:
+        return super().describe_class(kind)[0], []  # only built-in exceptions go to the worker
+
+    def _exception_class(self, builtin: str, below: list[tuple[int, str]]) -> Any:
+        kind = getattr(builtins, builtin)
+        if not issubclass(kind, BaseException):
+            raise TypeError("no exception")
+        for number, name in below:
+            if number not in self._classes:
+                body = {"_number": number, "__getattr__": _ask_original}
+                self._classes[number] = type(name, (kind,), body)
+            kind = self._classes[number]
+        return kind
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        if name.partition(".")[0] in self._modules:
+            return _ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> RemoteModule:
+        return RemoteModule(spec.name, self.ask("import", spec.name))
+
+    def exec_module(self, module: RemoteModule) -> None:
+        """The worker ran it when it was created."""
+
+
+def _ask_original(error: BaseException, name: str) -> Any:
+    if name.startswith("__") or "_original" not in error.__dict__:
+        raise AttributeError(name)
+    return getattr(error.__dict__["_original"], name)

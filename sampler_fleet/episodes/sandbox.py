@@ -1,0 +1,415 @@
+"""Sandboxes on this machine, by bubblewrap: no network, a read-only system, limits, no survivors.
+
+Owns what is mounted and limited, the host's end of the protocol of `sandbox_supervisor.py`, and the
+pool. The working tree is a tmpfs inside: the host never opens a path that the policy can write, and
+when the last process is gone nothing is left. Must not know what commands mean.
+
+As root, each slot runs under a uid of its own, so that the kernel counts its processes apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from contracts.errors import BadInputError
+from contracts.runfile import Section
+from sampler_fleet.episodes import cgroup
+from sampler_fleet.episodes.base import ExecResult, SandboxError, Snapshot
+from sampler_fleet.episodes.standalone import standalone
+from sampler_fleet.episodes.wire import decode, encode, frame
+
+_log = logging.getLogger(__name__)
+
+_SUPERVISOR = standalone("wire", "sandbox_supervisor")
+_FIRST_UID = 100_000
+_GRACE_S = 30.0  # the supervisor keeps the time; this long after, it is taken for dead
+_CLOSE_S = 5.0
+_MAX_OVERHEAD = 4 << 20  # of a message, over the contents in it
+_ASK_VERSION = """
+import os, sys
+print(*sys.version_info[:2], sys.base_prefix, os.path.realpath(sys.executable), sep="\\n")
+"""
+_MIN_PYTHON = (3, 11)
+_BIN = "/sandbox/bin"  # inside: `python` and `python3`, whatever they are called outside
+_ENVIRONMENT = {
+    "PATH": f"{_BIN}:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONNOUSERSITE": "1",
+}
+_STAGE = "/mnt"  # any directory that all can reach; covered in a mount namespace of ours only
+
+
+class SandboxLimits(Section):
+    """What one sandbox may use."""
+
+    memory_bytes: int = Field(default=1 << 30, ge=64 << 20)  # of a process; with cgroups, of all
+    disk_bytes: int = Field(default=32 << 20, ge=1 << 20)  # of /work and of /tmp
+    num_processes: int = Field(default=64, ge=8)
+    cpu_seconds: int = Field(default=60, ge=1)  # of a process
+    output_bytes: int = Field(default=16 << 20, ge=1 << 10)  # a command that writes more is stopped
+    tree_bytes: int = Field(default=8 << 20, ge=1 << 10)  # of a snapshot
+    start_seconds: float = Field(default=30.0, gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What this machine offers to sandboxes."""
+
+    bwrap: str
+    python: str  # a real interpreter, as it is called inside
+    python_prefix: str | None  # mounted beside /usr; None: it is in /usr
+    drop_uid: bool
+    stage: bool  # only root can reach python_prefix: bind it where a slot's uid can
+    cgroup_parents: tuple[Path, ...]
+    limit_processes: bool  # RLIMIT_NPROC counts per sandbox
+
+
+def find_host(pythons: Sequence[str] = ("/usr/bin/python3", sys.executable)) -> Host:
+    """Looks for bubblewrap, an interpreter and control groups, and tries them once.
+
+    Raises:
+        BadInputError: no bubblewrap, no interpreter, or the system won't let us use namespaces.
+    """
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise BadInputError(
+            "sandbox",
+            expected="bubblewrap (Debian, Ubuntu: apt-get install bubblewrap)",
+            found="no bwrap on PATH",
+        )
+    python, prefix = _find_python(pythons)
+    drop_uid = os.geteuid() == 0 and shutil.which("setpriv") is not None
+    host = Host(
+        bwrap=bwrap,
+        python=python,
+        python_prefix=prefix,
+        drop_uid=drop_uid,
+        stage=drop_uid and prefix is not None and not _others_reach(Path(prefix)),
+        cgroup_parents=cgroup.find_parents(),
+        limit_processes=drop_uid or _kernel() >= (5, 14),
+    )
+    group = cgroup.make_group(host.cgroup_parents, "trial", memory_bytes=1 << 30, num_processes=9)
+    if group is not None:
+        usable = not _try(host, group)
+        group.remove()
+        if usable:
+            return host
+    problem = _try(host, None)
+    if problem:
+        raise BadInputError(
+            "sandbox",
+            expected="bubblewrap 0.8 or later on a system that lets it make namespaces",
+            found=problem,
+        )
+    return replace(host, cgroup_parents=())
+
+
+def _try(host: Host, group: cgroup.Group | None) -> str:
+    """Why a sandbox can't be started like this; "" if it can."""
+    trial = subprocess.run(
+        [*host_command(host, SandboxLimits(), group=group), host.python, "-I", "-S", "-c", ""],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    if trial.returncode == 0:
+        return ""
+    return trial.stderr.decode(errors="replace").strip() or f"status {trial.returncode}"
+
+
+def _find_python(pythons: Sequence[str]) -> tuple[str, str | None]:
+    """(interpreter, prefix to mount or None); real ones, asked themselves: no shims, no venvs."""
+    for python in pythons:
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+            command = [python, "-I", "-c", _ASK_VERSION]
+            run = subprocess.run(command, capture_output=True, timeout=60, check=True)
+            major, minor, prefix, real = run.stdout.decode().splitlines()
+            if (int(major), int(minor)) >= _MIN_PYTHON:
+                in_usr = Path(real).is_relative_to("/usr")
+                return real, None if in_usr else prefix
+    raise BadInputError(
+        "sandbox",
+        expected=f"Python {'.'.join(map(str, _MIN_PYTHON))} or later",
+        found=f"none at {', '.join(pythons)}",
+    )
+
+
+def _others_reach(path: Path) -> bool:
+    return all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
+
+
+def _kernel() -> tuple[int, ...]:
+    release = os.uname().release.split("-")[0].split(".")
+    return tuple(int(part) for part in release[:2] if part.isdigit())
+
+
+def host_command(
+    host: Host,
+    limits: SandboxLimits,
+    *,
+    uid: int = _FIRST_UID,
+    group: cgroup.Group | None = None,
+) -> list[str]:
+    """The command line that runs what follows it in a sandbox."""
+    command = []
+    steps = [f'echo $$ > "{file}" || exit 1' for file in group.process_files] if group else []
+    if host.stage:
+        command += ["unshare", "--mount", "--propagation", "private"]
+        steps += [f'mount --bind "{host.python_prefix}" {_STAGE} || exit 1']
+    if steps:
+        command += ["/bin/sh", "-c", "\n".join([*steps, 'exec "$@"']), "sh"]
+    if host.drop_uid:
+        command += ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
+    command += [host.bwrap]
+    command += [f"--unshare-{kind}" for kind in ("user", "pid", "net", "ipc", "uts", "cgroup-try")]
+    command += ["--disable-userns", "--as-pid-1", "--die-with-parent", "--new-session"]
+    command += ["--cap-drop", "ALL", "--clearenv"]
+    for name, value in _ENVIRONMENT.items():
+        command += ["--setenv", name, value]
+    command += ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib64", "lib32"):
+        path = Path("/", name)
+        if path.is_symlink():
+            command += ["--symlink", os.readlink(path), str(path)]
+        elif path.exists():
+            command += ["--ro-bind", str(path), str(path)]
+    for path in ("/etc/ld.so.cache", "/etc/alternatives"):
+        command += ["--ro-bind-try", path, path]
+    command += ["--symlink", host.python, f"{_BIN}/python3"]
+    command += ["--symlink", "python3", f"{_BIN}/python"]
+    command += ["--proc", "/proc", "--dev", "/dev"]
+    for folder in ("/dev/shm", "/tmp", "/work"):
+        command += ["--size", str(limits.disk_bytes), "--tmpfs", folder]
+    if host.python_prefix:
+        source = _STAGE if host.stage else host.python_prefix
+        command += ["--ro-bind", source, host.python_prefix]
+    for folder in ("/dev", "/"):
+        command += ["--remount-ro", folder]
+    return [*command, "--chdir", "/work", "--"]
+
+
+class BubblewrapSandbox:
+    """One running sandbox: one bwrap whose pid 1 serves all commands of an episode."""
+
+    def __init__(
+        self,
+        host: Host,
+        limits: SandboxLimits,
+        *,
+        uid: int = _FIRST_UID,
+        group: cgroup.Group | None = None,
+    ) -> None:
+        self._host, self._limits = host, limits
+        self._command = host_command(host, limits, uid=uid, group=group)
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._errors = -1  # what bwrap and the supervisor complain of
+        self._broken = ""
+
+    @property
+    def pid(self) -> int:
+        """Of the process on the host whose end ends the sandbox."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self, tree: Mapping[str, bytes]) -> None:
+        limits = self._limits.model_dump(exclude={"start_seconds"})
+        if not self._host.limit_processes:
+            limits["num_processes"] = 0
+        files = {_encode_path(path): data for path, data in tree.items()}
+        ours, theirs = socket.socketpair()
+        self._errors = os.memfd_create("errors")
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                *(self._host.python, "-I", "-S", "-B", "-c", _SUPERVISOR),
+                stdin=theirs.fileno(),
+                stdout=self._errors,
+                stderr=self._errors,
+            )
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, OSError):
+                raise SandboxError(f"bubblewrap did not start: {error}") from error
+            raise
+        finally:
+            theirs.close()
+        await self._ask(limits, files, timeout_s=self._limits.start_seconds)
+
+    async def exec(
+        self, command: str, *, timeout_s: float, stdin: bytes = b"", max_output: int = 10_000
+    ) -> ExecResult:
+        start = time.monotonic()
+        request = ("exec", _encode_path(command), stdin, timeout_s, max_output)
+        reply = await self._ask(*request, timeout_s=timeout_s + _GRACE_S)
+        returncode, timed_out, num_bytes, output = reply
+        return ExecResult(
+            returncode=returncode,
+            output=output.decode("utf-8", "replace"),
+            num_bytes=num_bytes,
+            timed_out=timed_out,
+            seconds=time.monotonic() - start,
+        )
+
+    async def read(self, path: str) -> bytes:
+        return await self._ask("read", _encode_path(path))
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._ask("write", _encode_path(path), data)
+
+    async def snapshot(self) -> Snapshot:
+        files, special, complete = await self._ask("snapshot")
+        return Snapshot(
+            files={_decode_path(path): data for path, data in files.items()},
+            special=tuple(_decode_path(path) for path in special),
+            complete=complete,
+        )
+
+    async def close(self) -> None:
+        writer, process, errors = self._writer, self._process, self._errors
+        self._broken = self._broken or "it is closed"
+        self._writer = self._process = None
+        self._errors = -1
+        if writer is not None:
+            writer.close()  # the supervisor ends, and the kernel ends all others before bwrap ends
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        if process is not None:
+            try:
+                await asyncio.wait_for(process.wait(), _CLOSE_S)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        if errors >= 0:
+            os.close(errors)
+
+    async def _ask(self, *request: Any, timeout_s: float = _GRACE_S) -> Any:
+        """One request, one reply. OSError if the supervisor refused."""
+        if self._broken or self._reader is None or self._writer is None:
+            raise SandboxError(f"the sandbox can't be used: {self._broken or 'it was not started'}")
+        self._broken = "an earlier request was given up"  # until its reply is here
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.write(frame(encode(request)))
+                await self._writer.drain()
+                size = int.from_bytes(await self._reader.readexactly(4), "big")
+                if size > self._limits.tree_bytes + _MAX_OVERHEAD:
+                    raise ValueError(f"a reply of {size} bytes")
+                verdict, result = decode(await self._reader.readexactly(size))
+        except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
+            self._broken = self._describe(error)
+            raise SandboxError(f"the sandbox failed: {self._broken}") from error
+        self._broken = ""
+        if verdict != "ok":
+            raise OSError(result)
+        return result
+
+    def _describe(self, error: Exception) -> str:
+        complaint = os.pread(self._errors, 2000, 0).decode("utf-8", "replace").strip()
+        if isinstance(error, TimeoutError):
+            complaint = complaint or "no answer in time"
+        return complaint or f"it ended unexpectedly ({type(error).__name__})"
+
+
+def _encode_path(path: str) -> bytes:
+    return path.encode("utf-8", "surrogateescape")
+
+
+def _decode_path(path: bytes) -> str:
+    return path.decode("utf-8", "surrogateescape")
+
+
+class SandboxPool:
+    """At most `max_concurrent` sandboxes at once; each opened is closed, whatever happens."""
+
+    def __init__(
+        self,
+        max_concurrent: int,
+        limits: SandboxLimits | None = None,
+        *,
+        host: Host | None = None,
+        attempts: int = 3,
+    ) -> None:
+        """BadInputError if sandboxes can't run on this machine; see `find_host`."""
+        self._limits = limits or SandboxLimits()
+        self._host = host or find_host()
+        self._attempts = attempts
+        self._free = list(reversed(range(max_concurrent)))
+        self._room = asyncio.Semaphore(max_concurrent)
+        self._open: set[BubblewrapSandbox] = set()
+        self._groups: dict[int, cgroup.Group | None] = {}
+        self._name = os.urandom(3).hex()
+        cgroup.sweep(self._host.cgroup_parents)
+
+    @contextlib.asynccontextmanager
+    async def open(self, tree: Mapping[str, bytes]) -> AsyncIterator[BubblewrapSandbox]:
+        async with self._room:
+            slot = self._free.pop()
+            sandbox = None
+            try:
+                sandbox = await self._start(slot, tree)
+                yield sandbox
+            finally:
+                if sandbox is not None:
+                    await self._close(sandbox)
+                self._free.append(slot)
+
+    async def close(self) -> None:
+        """Ends all sandboxes that are open still, and removes the control groups."""
+        await asyncio.gather(*(self._close(sandbox) for sandbox in list(self._open)))
+        for group in self._groups.values():
+            if group is not None:
+                group.remove()
+        self._groups.clear()
+
+    async def _start(self, slot: int, tree: Mapping[str, bytes]) -> BubblewrapSandbox:
+        if slot not in self._groups:
+            self._groups[slot] = cgroup.make_group(
+                self._host.cgroup_parents,
+                f"{self._name}-{slot}",
+                memory_bytes=self._limits.memory_bytes,
+                num_processes=self._limits.num_processes,
+            )
+        for attempt in range(1, self._attempts + 1):
+            sandbox = BubblewrapSandbox(
+                self._host, self._limits, uid=_FIRST_UID + slot, group=self._groups[slot]
+            )
+            self._open.add(sandbox)
+            try:
+                await sandbox.start(tree)
+                return sandbox
+            except SandboxError as error:
+                await self._close(sandbox)
+                if attempt == self._attempts:
+                    raise
+                _log.warning("sandbox slot %d, attempt %d: %s", slot, attempt, error)
+                await asyncio.sleep(0.1 * attempt)
+            except BaseException:
+                await self._close(sandbox)
+                raise
+        raise AssertionError("unreachable")
+
+    async def _close(self, sandbox: BubblewrapSandbox) -> None:
+        self._open.discard(sandbox)
+        await asyncio.shield(sandbox.close())

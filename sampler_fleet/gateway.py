@@ -1,0 +1,282 @@
+"""The gateway's gRPC services, Fleet and Rollout: wire format in, domain values out.
+
+Owns the conversion between streams and the gateway's core (`fleet.py`, `spool.py`, `producer.py`).
+Must not decide anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from contracts import codec
+from contracts.errors import BadInputError, DirtyProcessError, RetryError
+from contracts.pb import fleet_pb2, fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from contracts.rpc import answering
+from contracts.types import GenerateRequest
+from sampler_fleet.engines.base import EngineLoad
+from sampler_fleet.fleet import (
+    Abort,
+    Command,
+    Drain,
+    EndSession,
+    Expel,
+    Fleet,
+    Link,
+    SamplerGoneError,
+)
+from sampler_fleet.producer import Evaluation, Producer
+from sampler_fleet.registry import Sampler
+from sampler_fleet.spool import Spool
+
+HANDSHAKE_S = 10.0
+HANG_UP_S = 2.0
+
+
+def command_to_pb(command: Command) -> fleet_pb2.GatewayMessage:
+    match command:
+        case GenerateRequest():
+            return fleet_pb2.GatewayMessage(generate=codec.generate_to_pb(command))
+        case Abort():
+            return fleet_pb2.GatewayMessage(abort=fleet_pb2.Abort(request_id=command.request_id))
+        case EndSession():
+            return fleet_pb2.GatewayMessage(
+                end_session=fleet_pb2.EndSession(session_id=command.session_id)
+            )
+        case Drain():
+            return fleet_pb2.GatewayMessage(drain=fleet_pb2.Drain(reason=command.reason))
+        case Expel():
+            return fleet_pb2.GatewayMessage(expel=fleet_pb2.Expel(reason=command.reason))
+
+
+def heartbeat_to_pb(version: int, load: EngineLoad) -> fleet_pb2.Heartbeat:
+    return fleet_pb2.Heartbeat(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        version=version,
+        tokens_per_second=load.tokens_per_second,
+        kv_used_fraction=load.kv_used_fraction,
+    )
+
+
+def load_from_pb(message: fleet_pb2.Heartbeat) -> EngineLoad:
+    return EngineLoad(
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        tokens_per_second=message.tokens_per_second,
+        kv_used_fraction=message.kv_used_fraction,
+    )
+
+
+class FleetServicer(fleet_pb2_grpc.FleetServicer):
+    """Join, Status, DrainSampler."""
+
+    def __init__(
+        self, fleet: Fleet, spool: Spool, producer: Producer, *, weights_address: str = ""
+    ) -> None:
+        self._fleet = fleet
+        self._spool = spool
+        self._producer = producer
+        self._weights_address = weights_address
+
+    async def Join(
+        self,
+        request_iterator: AsyncIterator[fleet_pb2.SamplerMessage],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        async with answering(context):
+            messages = aiter(request_iterator)
+            link = self._fleet.join(await _registration(messages))
+            reader = asyncio.create_task(self._read(messages, link))
+            try:
+                await context.write(
+                    fleet_pb2.GatewayMessage(
+                        welcome=fleet_pb2.Welcome(
+                            heartbeat_seconds=self._fleet.config.heartbeat_seconds,
+                            weights_address=self._weights_address,
+                        )
+                    )
+                )
+                while (command := await link.next_command()) is not None:
+                    await context.write(command_to_pb(command))
+                if isinstance(link.error, DirtyProcessError):  # let it read why, and hang up first
+                    await asyncio.wait({reader}, timeout=HANG_UP_S)
+                if link.error:
+                    raise link.error
+            finally:
+                self._fleet.leave(link, "the stream broke")
+                reader.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await reader
+
+    async def _read(self, messages: AsyncIterator[fleet_pb2.SamplerMessage], link: Link) -> None:
+        """Takes a sampler's messages until it closes its side or breaks a rule."""
+        try:
+            async for message in messages:
+                self._take(message, link)
+        except BadInputError as error:
+            self._fleet.expel(link, "records_refused", error)
+        finally:
+            self._fleet.leave(link, "it closed the stream")
+
+    def _take(self, message: fleet_pb2.SamplerMessage, link: Link) -> None:
+        if link.closed:  # what was under way when it was expelled
+            return
+        match message.WhichOneof("kind"):
+            case "delta":
+                chunk = codec.chunk_from_pb(message.delta.chunk)
+                link.deliver(message.delta.request_id, chunk)
+            case "heartbeat":
+                beat = message.heartbeat
+                self._fleet.heartbeat(link, version=beat.version, load=load_from_pb(beat))
+            case "failed":
+                failed = message.failed
+                rule = f"sampler {link.sampler_id} could not finish: {failed.reason}"
+                error = (
+                    BadInputError(
+                        f"request {failed.request_id}",
+                        expected="one its sampler can serve",
+                        found=failed.reason,
+                    )
+                    if failed.bad_request
+                    else SamplerGoneError(rule)
+                )
+                link.deliver(failed.request_id, error)
+            case "leaving":
+                self._fleet.drain(link.sampler_id, message.leaving.reason)
+            case other:
+                raise BadInputError(
+                    f"message from sampler {link.sampler_id}",
+                    expected="delta, heartbeat, failed or leaving",
+                    found=other,
+                )
+
+    async def Status(
+        self, request: fleet_pb2.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> fleet_pb2.StatusReply:
+        async with answering(context):
+            return fleet_pb2.StatusReply(
+                samplers=[self._sampler_state(sampler) for sampler in self._fleet.registry],
+                groups=self._group_states(),
+                episodes_in_flight=self._producer.num_in_flight,
+                groups_ready=self._spool.count(),
+                counters={**self._fleet.counters, **self._producer.counters},
+                last_sequence=self._spool.last_sequence,
+            )
+        raise AssertionError("answering() aborts")  # for the type checker
+
+    async def DrainSampler(
+        self, request: fleet_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> fleet_pb2.DrainReply:
+        async with answering(context):
+            self._fleet.drain(request.sampler_id, "asked to by an operator")
+        return fleet_pb2.DrainReply()
+
+    def _sampler_state(self, sampler: Sampler) -> fleet_pb2.SamplerState:
+        return fleet_pb2.SamplerState(
+            register=codec.sampler_to_pb(sampler.info),
+            heartbeat=heartbeat_to_pb(sampler.version, sampler.load),
+            state=sampler.phase,
+            num_sessions=self._fleet.router.num_sessions[sampler.sampler_id],
+        )
+
+    def _group_states(self) -> list[fleet_pb2.GroupState]:
+        fleet = self._fleet
+        return [
+            fleet_pb2.GroupState(
+                group=group.name,
+                purpose=group.purpose,
+                capacity_share=fleet.config.shares(group.purpose)[group.name],
+                sessions_routed=fleet.router.num_routed[group.name],
+                tokens_sampled=fleet.num_tokens[group.name],
+                tokens_per_second=sum(
+                    s.load.tokens_per_second for s in fleet.registry.ready(group.name)
+                ),
+            )
+            for group in fleet.config.groups
+        ]
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
+    """Generate, StreamGroups, AckGroups, Evaluate."""
+
+    def __init__(self, fleet: Fleet, spool: Spool, producer: Producer) -> None:
+        self._fleet = fleet
+        self._spool = spool
+        self._producer = producer
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        async with answering(context):
+            chunks = self._fleet.generate(codec.generate_from_pb(request))
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    await context.write(codec.chunk_to_pb(chunk.completion))
+
+    async def StreamGroups(
+        self, request: rollout_pb2.StreamGroupsRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        groups = self._spool.follow(request.after)
+        async with answering(context), contextlib.aclosing(groups):
+            self._producer.resumed(request.after)
+            async for group in groups:
+                await context.write(codec.group_to_pb(group))
+                self._producer.sent(group.sequence)
+
+    async def AckGroups(
+        self, request: rollout_pb2.AckGroupsRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.AckGroupsReply:
+        async with answering(context):
+            self._spool.acknowledge(request.sequence)
+            if request.taken:
+                self._producer.taken(request.taken)
+        return rollout_pb2.AckGroupsReply()
+
+    async def Evaluate(
+        self, request: rollout_pb2.EvaluateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        async with answering(context):
+            evaluation = Evaluation(
+                split=request.split,
+                num_tasks=request.num_tasks,
+                num_samples=request.num_samples,
+                min_version=request.min_version,
+                sampling=codec.sampling_from_pb(request.sampling),
+            )
+            async with contextlib.aclosing(self._producer.evaluate(evaluation)) as trajectories:
+                async for trajectory in trajectories:
+                    await context.write(codec.trajectory_to_pb(trajectory))
+
+
+async def _registration(messages: AsyncIterator[fleet_pb2.SamplerMessage]):
+    """The sampler a stream's first message announces."""
+    try:
+        async with asyncio.timeout(HANDSHAKE_S):
+            first = await anext(messages)
+    except (TimeoutError, StopAsyncIteration):
+        raise RetryError("the stream brought no registration") from None
+    if first.WhichOneof("kind") != "register":
+        raise BadInputError(
+            "first message of a sampler", expected="register", found=first.WhichOneof("kind")
+        )
+    return codec.sampler_from_pb(first.register)
+
+
+def add_services(
+    server: grpc.aio.Server,
+    *,
+    fleet: Fleet,
+    spool: Spool,
+    producer: Producer,
+    weights_address: str = "",
+) -> None:
+    """Registers both services on a server."""
+    fleet_pb2_grpc.add_FleetServicer_to_server(
+        FleetServicer(fleet, spool, producer, weights_address=weights_address), server
+    )
+    rollout_pb2_grpc.add_RolloutServicer_to_server(RolloutServicer(fleet, spool, producer), server)

@@ -1,0 +1,163 @@
+"""Who is in the fleet: samplers, their leases and their states.
+
+Owns admission and the life of a sampler (ready, draining, lost). Pure state: every method takes
+`now`, nothing here reads a clock or a socket. After a restart of the gateway it starts empty and is
+rebuilt by the samplers that register again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from contracts.errors import BadInputError, ConflictError
+from contracts.types import PROTOCOL_VERSION, SamplerInfo
+from sampler_fleet.config import GroupConfig
+from sampler_fleet.engines.base import EngineLoad
+
+IDLE = EngineLoad(num_running=0, num_waiting=0, tokens_per_second=0.0, kv_used_fraction=0.0)
+
+
+class SamplerPhase(enum.StrEnum):
+    """READY takes turns; DRAINING finishes what runs; LOST is remembered for the status only."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """One sampler as the gateway knows it. `lease_until` is in the seconds of `now`."""
+
+    info: SamplerInfo
+    phase: SamplerPhase
+    version: int
+    load: EngineLoad
+    lease_until: float
+    reason: str = ""  # why it is not ready
+
+    @property
+    def sampler_id(self) -> str:
+        return self.info.sampler_id
+
+
+class Registry:
+    """The samplers of one run."""
+
+    def __init__(
+        self,
+        groups: Sequence[GroupConfig],
+        *,
+        model_fingerprint: str,
+        tokenizer_fingerprint: str,
+        lease_seconds: float,
+    ) -> None:
+        self._groups = {group.name: group for group in groups}
+        self._fingerprints = (model_fingerprint, tokenizer_fingerprint)
+        self._lease_seconds = lease_seconds
+        self._samplers: dict[str, dict[str, Sampler]] = {name: {} for name in self._groups}
+        self._group_of: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[Sampler]:
+        for samplers in self._samplers.values():
+            yield from samplers.values()
+
+    def get(self, sampler_id: str) -> Sampler | None:
+        group = self._group_of.get(sampler_id)
+        return self._samplers[group][sampler_id] if group else None
+
+    def ready(self, group: str) -> list[Sampler]:
+        """Samplers of a group that take turns now."""
+        return [s for s in self._samplers[group].values() if s.phase == SamplerPhase.READY]
+
+    def register(self, info: SamplerInfo, now: float) -> Sampler:
+        """Admits a sampler, or one that comes back.
+
+        Raises:
+            BadInputError: it speaks another protocol or would serve another policy or precision
+                than its group does.
+            ConflictError: a live sampler has this id.
+        """
+        self._check(info)
+        known = self.get(info.sampler_id)
+        if known and known.phase != SamplerPhase.LOST and known.lease_until > now:
+            raise ConflictError(
+                f"sampler id {info.sampler_id}: expected one that is free, found a live sampler "
+                f"under it (its lease ends in {known.lease_until - now:.1f} s)"
+            )
+        if known:
+            del self._samplers[known.info.group][info.sampler_id]
+        return self._put(
+            Sampler(
+                info=info,
+                phase=SamplerPhase.READY,
+                version=info.version,
+                load=IDLE,
+                lease_until=now + self._lease_seconds,
+            )
+        )
+
+    def heartbeat(self, sampler_id: str, *, version: int, load: EngineLoad, now: float) -> None:
+        """Renews a lease. A lost sampler stays lost: it has to register again."""
+        sampler = self.get(sampler_id)
+        if sampler:
+            lease = now + self._lease_seconds
+            self._put(replace(sampler, version=version, load=load, lease_until=lease))
+
+    def drain(self, sampler_id: str, reason: str) -> None:
+        """No new turns for it. BadInputError when there is no such live sampler."""
+        sampler = self.get(sampler_id)
+        if sampler is None or sampler.phase == SamplerPhase.LOST:
+            live = ", ".join(s.sampler_id for s in self if s.phase != SamplerPhase.LOST)
+            raise BadInputError(
+                "sampler id",
+                expected=f"a live sampler ({live or 'there is none'})",
+                found=sampler_id,
+            )
+        self._put(replace(sampler, phase=SamplerPhase.DRAINING, reason=reason))
+
+    def lose(self, sampler_id: str, reason: str) -> None:
+        """It is gone; kept for the status until its place is taken."""
+        if sampler := self.get(sampler_id):
+            self._put(replace(sampler, phase=SamplerPhase.LOST, load=IDLE, reason=reason))
+
+    def expire(self, now: float) -> list[str]:
+        """Marks samplers whose lease ran out as lost and returns their ids."""
+        expired = [s for s in self if s.phase != SamplerPhase.LOST and s.lease_until <= now]
+        for sampler in expired:
+            self.lose(sampler.sampler_id, f"no heartbeat for {self._lease_seconds:g} s")
+        return [sampler.sampler_id for sampler in expired]
+
+    def _put(self, sampler: Sampler) -> Sampler:
+        self._samplers[sampler.info.group][sampler.sampler_id] = sampler
+        self._group_of[sampler.sampler_id] = sampler.info.group
+        return sampler
+
+    def _check(self, info: SamplerInfo) -> None:
+        if not info.sampler_id:
+            raise BadInputError("sampler id", expected="a name", found="nothing")
+        rule = f"sampler {info.sampler_id}"
+        if info.protocol_version != PROTOCOL_VERSION:
+            raise BadInputError(
+                f"{rule}, protocol", expected=PROTOCOL_VERSION, found=info.protocol_version
+            )
+        group = self._groups.get(info.group)
+        if group is None:
+            raise BadInputError(
+                f"{rule}, group", expected=f"one of {', '.join(self._groups)}", found=info.group
+            )
+        model, tokenizer = self._fingerprints
+        for field, expected, found in (
+            ("weight format", group.weight_format, info.weight_format),
+            ("KV format", group.kv_format, info.kv_format),
+            ("model fingerprint", model, info.model_fingerprint),
+            ("tokenizer fingerprint", tokenizer, info.tokenizer_fingerprint),
+            ("loaded policy version", "at least 1", info.version if info.version < 1 else None),
+            ("max_sessions", "at least 1", info.max_sessions if info.max_sessions < 1 else None),
+        ):
+            if found is not None and expected != found:
+                raise BadInputError(
+                    f"{rule} of group {info.group}, {field}", expected=expected, found=found
+                )

@@ -1,0 +1,190 @@
+"""The trajectory log: completed groups, kept until the trainer says it no longer needs them.
+
+Owns one SQLite file (write-ahead log, synced on every append) with the groups, their sequence
+numbers and the production cursor. A sequence is never used twice, also after a kill -9 and after
+the groups before it were forgotten. Must not know who produces or consumes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import sqlite3
+import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from pathlib import Path
+
+from contracts import codec
+from contracts.errors import BadInputError, ConflictError, RetryError
+from contracts.pb import rollout_pb2
+from contracts.types import Trajectory, TrajectoryGroup
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS groups (
+  sequence INTEGER PRIMARY KEY, -- from 1
+  payload BLOB NOT NULL         -- rollout.v1.TrajectoryGroup
+);
+CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+INSERT OR IGNORE INTO counters VALUES ('last_sequence', 0), ('cursor', 0);
+"""
+
+
+class Spool:
+    """The log in one file. Async methods belong to one event loop; writes happen off it."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens or creates the log; ConflictError while another process has it open."""
+        self._path = path
+        self._lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._owner = open(path.with_suffix(".lock"), "w")  # noqa: SIM115  held until close
+        try:
+            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._owner.close()
+            raise ConflictError(
+                f"trajectory log {path}: expected it to be free, found another gateway using it"
+            ) from None
+        with self._system_errors():
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.executescript(_SCHEMA)
+        self._last = self._counter("last_sequence")
+        self._changed = asyncio.Event()
+        self._stopped = False
+
+    @property
+    def last_sequence(self) -> int:
+        """Of the newest group ever appended; 0 before the first."""
+        return self._last
+
+    @property
+    def cursor(self) -> int:
+        """The index of the next prompt to produce."""
+        return self._counter("cursor")
+
+    def advance(self) -> int:
+        """Takes the next prompt index: it is not given out again, whatever happens."""
+        with self._lock, self._transaction():
+            (value,) = self._db.execute(
+                "UPDATE counters SET value = value + 1 WHERE name = 'cursor' RETURNING value"
+            ).fetchone()
+        return value - 1
+
+    def count(self) -> int:
+        """Groups that are not acknowledged."""
+        with self._lock:
+            return self._db.execute("SELECT count(*) FROM groups").fetchone()[0]
+
+    async def append(self, task_id: str, trajectories: Sequence[Trajectory]) -> int:
+        """Makes a group durable and returns its sequence.
+
+        Raises:
+            OSError: the disk is full; nothing was appended.
+        """
+        sequence = await asyncio.to_thread(self._insert, task_id, tuple(trajectories))
+        self._last = max(self._last, sequence)
+        self._notify()
+        return sequence
+
+    async def follow(self, after: int) -> AsyncGenerator[TrajectoryGroup, None]:
+        """Groups above `after` in order, then each new one; never ends.
+
+        Raises:
+            RetryError: the log is being closed.
+            BadInputError: this log never reached `after`: it is another run's, or it was lost.
+        """
+        self._check_reached(after)
+        while True:
+            changed = self._changed
+            if self._stopped:
+                raise RetryError("the trajectory log is being closed")
+            payload = await asyncio.to_thread(self._next, after)
+            if payload is None:
+                await changed.wait()
+                continue
+            group = codec.group_from_pb(rollout_pb2.TrajectoryGroup.FromString(payload))
+            after = group.sequence
+            yield group
+
+    def acknowledge(self, sequence: int) -> None:
+        """Forgets groups up to and with `sequence`."""
+        self._check_reached(sequence)
+        with self._lock, self._transaction():
+            self._db.execute("DELETE FROM groups WHERE sequence <= ?", (sequence,))
+
+    def stop(self) -> None:
+        """Ends all followers."""
+        self._stopped = True
+        self._notify()
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+        self._owner.close()
+
+    def _insert(self, task_id: str, trajectories: tuple[Trajectory, ...]) -> int:
+        with self._lock, self._transaction():
+            (sequence,) = self._db.execute(
+                "UPDATE counters SET value = value + 1 WHERE name = 'last_sequence' RETURNING value"
+            ).fetchone()
+            group = TrajectoryGroup(sequence=sequence, task_id=task_id, trajectories=trajectories)
+            payload = codec.group_to_pb(group).SerializeToString()
+            self._db.execute("INSERT INTO groups VALUES (?, ?)", (sequence, payload))
+        return sequence
+
+    def _next(self, after: int) -> bytes | None:
+        with self._lock:
+            row = self._db.execute(
+                "SELECT payload FROM groups WHERE sequence > ? ORDER BY sequence LIMIT 1", (after,)
+            ).fetchone()
+        return row[0] if row else None
+
+    def _counter(self, name: str) -> int:
+        with self._lock:
+            return self._db.execute(
+                "SELECT value FROM counters WHERE name = ?", (name,)
+            ).fetchone()[0]
+
+    def _check_reached(self, sequence: int) -> None:
+        if sequence > self._last:
+            raise BadInputError(
+                f"trajectory log {self._path}",
+                expected=f"a sequence up to {self._last}, its newest",
+                found=f"{sequence} (was the state directory replaced?)",
+            )
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._system_errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextlib.contextmanager
+    def _system_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", None)
+            if code == sqlite3.SQLITE_FULL:
+                raise OSError(errno.ENOSPC, "no space left", str(self._path)) from error
+            if code == sqlite3.SQLITE_NOTADB:
+                raise BadInputError(
+                    f"trajectory log {self._path}", expected="an SQLite file", found=str(error)
+                ) from None
+            if code == sqlite3.SQLITE_CANTOPEN:
+                raise OSError(errno.EACCES, "cannot open", str(self._path)) from error
+            raise

@@ -1,0 +1,186 @@
+"""Formats against slow decoders and rounding by search; products against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from contracts.errors import BadInputError
+from contracts.types import KvFormat, WeightFormat
+from sampler_fleet.engines.precision import (
+    ActivationFormat,
+    KvCache,
+    Linear,
+    Precision,
+    Weight,
+    decode_nvfp4,
+    quantize_fp8,
+    quantize_nvfp4,
+    round_e2m1,
+    round_e4m3,
+)
+from tests.sampler_fleet.engines.engine_checkpoints import E2M1, fp8_slow, nvfp4_slow
+
+
+def e4m3_slow(byte: int) -> float:
+    """OCP E4M3FN: exponent bias 7, subnormals, no infinity."""
+    sign, exponent, mantissa = byte >> 7, (byte >> 3) & 15, byte & 7
+    size = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return -size if sign else size
+
+
+E4M3 = [e4m3_slow(byte) for byte in range(256) if byte & 127 != 127]
+
+
+def random(*shape, seed=0, scale=1.0):
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return x.bfloat16().float()
+
+
+def test_nvfp4_decoder_equals_a_slow_one():
+    weight = random(6, 64, scale=0.02)
+    weight[2, 16:32] = 0
+    packed, scale, _ = nvfp4_slow(weight)
+    packed[5] = np.arange(32) * 8 + 5  # every code in both nibbles
+    packed[4] = (np.arange(32) % 16) * 16 + (np.arange(32) % 16)
+    found = decode_nvfp4(torch.from_numpy(packed), scale)
+    scale_bytes = scale.view(torch.uint8).numpy()
+    for row in range(6):
+        for column in range(64):
+            code = packed[row, column // 2] >> (4 * (column % 2)) & 15
+            value = E2M1[code & 7] * (-1 if code & 8 else 1)
+            assert found[row, column] == value * e4m3_slow(int(scale_bytes[row, column // 16]))
+
+
+def test_round_e4m3_is_the_nearest_value_with_ties_to_even():
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    x = every[every.abs() <= 464]
+    ties = torch.tensor(sorted(E4M3))
+    x = torch.cat([x, (ties[1:] + ties[:-1]) / 2, random(4096, scale=0.01) * 1.0001])
+    assert torch.equal(round_e4m3(x), x.to(torch.float8_e4m3fn).float())
+    assert round_e4m3(torch.tensor([1e4, -1e4])).tolist() == [448, -448]
+
+
+def test_round_e2m1_is_the_nearest_value_with_ties_to_even():
+    for value in np.arange(-8, 8.001, 1 / 64):
+        found = round_e2m1(torch.tensor([value])).item()
+        nearest = min(range(8), key=lambda i: (abs(E2M1[i] - min(abs(value), 6)), i % 2))
+        assert abs(found) == E2M1[nearest]
+        assert found * value >= 0
+
+
+def weight_of(format: WeightFormat, w: torch.Tensor) -> tuple[Weight, torch.Tensor]:
+    """The packed weight and what it means, float64."""
+    if format == WeightFormat.BF16:
+        return Weight(format=format, values_OxI=w), w.double()
+    if format == WeightFormat.FP8_BLOCK:
+        codes, scale = fp8_slow(w)
+        rows = scale.double().repeat_interleave(128, 0)[: w.shape[0]]
+        full = rows.repeat_interleave(128, 1)[:, : w.shape[1]]
+        weight = Weight(format=format, values_OxI=codes.float(), scale=scale)
+        return weight, codes.double() * full
+    packed, scale, scale_2 = nvfp4_slow(w)
+    values = decode_nvfp4(torch.from_numpy(packed), scale)
+    weight = Weight(format=format, values_OxI=values, scale=torch.tensor(scale_2))
+    return weight, values.double() * float(scale_2)
+
+
+@pytest.mark.parametrize("format", list(WeightFormat))
+@pytest.mark.parametrize("split_k", [1, 2, 4])
+@pytest.mark.parametrize("size", [96, 128, 320])
+def test_products_equal_float64(format, split_k, size):
+    """Fused outputs that end inside a scale block, reductions that do too."""
+    parts = [weight_of(format, random(rows, size, seed=rows, scale=0.1)) for rows in (24, 40)]
+    linear = Linear.of([weight for weight, _ in parts], Precision(split_k=split_k))
+    x = random(5, size)
+    expected = x.double() @ torch.cat([full for _, full in parts]).T
+    assert (linear(x) - expected).abs().max() < 1e-4 * expected.abs().max()
+    again = linear.outputs(24, 64)(x)
+    assert torch.allclose(again, linear(x)[:, 24:], atol=1e-5)
+    stacked = Linear.stack([linear, linear])
+    both = stacked(torch.stack([x, 2 * x]))
+    assert torch.allclose(both[1], 2 * linear(x), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(stacked.item(1)(x), linear(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("format", "activation_format"),
+    [
+        (WeightFormat.FP8_BLOCK, ActivationFormat.FP8),
+        (WeightFormat.NVFP4, ActivationFormat.NVFP4),
+    ],
+)
+@pytest.mark.parametrize("split_k", [1, 2])
+@pytest.mark.parametrize("size", [96, 320])
+def test_products_with_quantized_activations(format, activation_format, split_k, size):
+    weight, full = weight_of(format, random(40, size, seed=1, scale=0.1))
+    precision = Precision(split_k=split_k, activation_format=activation_format)
+    linear = Linear.of([weight], precision)
+    x = random(7, size) * torch.logspace(-3, 2, 7).unsqueeze(-1)
+    x[3] = 0
+    if format == WeightFormat.FP8_BLOCK:
+        values, scale = quantize_fp8(x)
+        meant = values.double() * scale.double().repeat_interleave(128, 1)[:, :size]
+        assert set(values.flatten().tolist()) <= set(E4M3)
+        bound = 2.0**-4  # three mantissa bits
+    else:
+        values, scale = quantize_nvfp4(x)
+        meant = values.double() * scale.double()
+        bound = 0.2  # one mantissa bit, and the block scale's rounding
+    peak = x.abs().amax(-1, keepdim=True)
+    assert ((meant - x).abs() <= bound * peak + 1e-12).all()
+    assert ((meant - x).abs() > 0).float().mean() > 0.3
+    expected = meant @ full.T
+    error = (linear(x) - expected).abs().amax(-1)
+    assert (error <= 1e-5 * expected.abs().amax(-1) + 1e-12).all()
+    stacked = Linear.stack([linear, linear])(torch.stack([x, x]))
+    assert torch.allclose(stacked[1], linear(x), rtol=1e-5, atol=1e-6)
+
+
+def test_nvfp4_activations_use_a_scale_per_block_of_sixteen():
+    x = torch.ones(1, 32)
+    x[0, :16] = 600
+    values, scale = quantize_nvfp4(x)
+    assert torch.allclose(values * scale, x, rtol=0.07)
+
+
+def test_split_k_moves_a_few_results_to_the_next_bf16_value():
+    weight = weight_of(WeightFormat.BF16, random(256, 512, seed=1))[0]
+    x = random(128, 512)
+    once, split = (
+        Linear.of([weight], Precision(split_k=split_k))(x).bfloat16().view(torch.int16).int()
+        for split_k in (1, 4)
+    )
+    steps = (once - split).abs()
+    assert steps.max() == 1
+    assert 0 < (steps > 0).float().mean() < 1e-2
+
+
+def test_split_k_must_divide_and_formats_must_match():
+    weight = weight_of(WeightFormat.BF16, random(8, 96))[0]
+    with pytest.raises(BadInputError, match="divisor of 96"):
+        Linear.of([weight], Precision(split_k=5))
+    other = weight_of(WeightFormat.FP8_BLOCK, random(8, 96))[0]
+    with pytest.raises(BadInputError, match="one format"):
+        Linear.of([weight, other], Precision())
+    with pytest.raises(BadInputError, match="split_k"):
+        Precision(split_k=0)
+
+
+def test_fp8_cache_gives_back_every_value():
+    cache = KvCache(
+        num_layers=1,
+        num_slots=2,
+        num_kv_heads=1,
+        max_context=4,
+        head_dim=len(E4M3),
+        precision=Precision(kv_format=KvFormat.FP8),
+    )
+    row, position = torch.tensor([3]), torch.tensor([2])
+    cache.write(0, row, position, torch.tensor(E4M3).view(1, 1, -1))
+    found = cache.read(0, row, 3) * cache.read_scale
+    assert found[0, 0, 2].tolist() == E4M3
+    assert not found[0, 0, :2].any()
+    cache.write(0, row, position, torch.full((1, 1, len(E4M3)), -1e6))
+    assert (cache.read(0, row, 3)[0, 0, 2] * cache.read_scale == -448).all()

@@ -1,0 +1,224 @@
+import json
+import tomllib
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from contracts.errors import BadInputError
+from contracts.runfile import write_resolved
+from trainer_jax.__main__ import main
+from trainer_jax.config import OptimizerSection, TrainSection, load_run, parse_run
+from trainer_jax.models.config import ModelConfig
+from trainer_jax.plan import check_others
+from trainer_jax.run_directory import RECORD, RunDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ModelConfig(
+    vocab_size=64,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    num_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=16,
+)
+RUN_FILE = """
+[run]
+name = "small"
+[model]
+checkpoint = "{checkpoint}"
+[loss]
+arm = "sc+mis+top-p"
+[train]
+updates = 2
+[[fleet.groups]]
+name = "a"
+weight_format = "nvfp4"
+capacity = 3
+[[fleet.groups]]
+name = "b"
+weight_format = "bf16"
+[[fleet.groups]]
+name = "eval"
+purpose = "evaluate"
+weight_format = "bf16"
+kv_format = "bf16"
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path) -> Path:
+    checkpoint = tmp_path / "model"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(MODEL.to_hf()))
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_FILE.format(checkpoint=checkpoint))
+    return path
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Runs the command line in this process: (exit status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["trainer-jax", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return (ended.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+def test_defaults_and_overrides(run_file):
+    config = load_run(run_file, ["train.updates=7", "optimizer.name=sgd", "loss.arm=grpo"])
+    assert config.train.updates == 7
+    assert config.train.staleness_limit is None
+    assert config.optimizer.name == "sgd"
+    assert (config.loss.importance, config.loss.center, config.loss.replay) == (
+        "none",
+        False,
+        False,
+    )
+    assert config.run.path == Path("runs/small")
+    assert config.is_local
+    assert config.sections["train"]["updates"] == 7
+    assert config.sections["fleet"]["groups"][0]["name"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.updats=3", "train.updats: expected a known key"),
+        ("train.updates=0", "greater than 0"),
+        ("trian.updates=3", "trian"),
+        ("loss.arm=ppo", "an arm of grpo"),
+        ("run.name=a/b", "run.name"),
+        ("run.gateway=localhost:1", "both gateway and weights"),
+        ("train.candidate_buckets=[8, 4]", "candidate_buckets that grow"),
+        ("model.checkpoint=nowhere", "no directory nowhere"),
+        ("optimizer.lr=nan", "optimizer.lr"),
+        ("mesh.data=0", "mesh.data"),
+    ],
+)
+def test_one_sentence_for_what_is_wrong(run_file, override, words):
+    with pytest.raises(BadInputError, match=words) as raised:
+        load_run(run_file, [override])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_section_names_the_missing_key():
+    with pytest.raises(BadInputError, match=r"run\.name: expected a value"):
+        parse_run({})
+
+
+def test_the_record_of_a_run_is_the_same_run(run_file, tmp_path):
+    config = load_run(run_file, ["train.updates=9"])
+    record = tmp_path / "record.json"
+    write_resolved(record, config.sections)
+    again = load_run(record)
+    assert again == config
+    with pytest.raises(BadInputError, match="a TOML run file"):
+        load_run(record, ["train.updates=3"])
+
+
+def test_examples_are_valid():
+    for name in ("demo.toml", "demo-homogeneous.toml"):
+        config = parse_run(tomllib.loads((ROOT / "examples" / name).read_text()))
+        groups = [g for g in config.sections["fleet"]["groups"] if g.get("purpose") != "evaluate"]
+        assert [g["capacity"] for g in groups] == [9, 19, 19, 28, 3, 3, 9, 9]
+        check_others(config)
+
+
+def test_others_are_asked_and_their_sentence_is_kept(run_file):
+    sections = check_others(load_run(run_file))
+    assert sections["fleet"]["groups"][0]["kv_format"] == "fp8"
+    assert {"weights", "episodes", "tasks", "sampling", "train"} <= set(sections)
+    with pytest.raises(BadInputError, match="top_p"):
+        check_others(load_run(run_file, ["sampling.top_p=2.0"]))
+    with pytest.raises(BadInputError, match=r"weights\.keep"):
+        check_others(load_run(run_file, ["weights.keep=2"]))
+
+
+def test_dry_run_shows_the_plan_and_leaves_nothing(run_file, tmp_path, command):
+    status, out, error = command("train", run_file, "--dry-run", "--set", "train.updates=5")
+    assert status == 0, error
+    assert "75.0 %" in out and "25.0 %" in out
+    assert "5 of 8 prompts x 8 = 320 trajectories" in out
+    assert '"updates": 5' in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_bad_input_is_status_2_and_one_line(run_file, tmp_path, command):
+    for arguments in (
+        ("train", tmp_path / "absent.toml"),
+        ("train", run_file, "--set", "fleets.group=1"),
+        ("train", run_file, "--resume", "--fresh"),
+        ("report", tmp_path),
+        ("export", tmp_path, tmp_path / "out"),
+    ):
+        status, _, error = command(*arguments)
+        assert status == 2, (arguments, error)
+        assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nothing_is_started_for_a_run_that_is_not_there(run_file, tmp_path, command):
+    status, _, error = command("train", run_file, "--resume")
+    assert status == 2 and "expected a run in runs/small" in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_used_directory_is_refused_moved_aside_or_resumed(tmp_path):
+    path = tmp_path / "runs" / "r"
+    sections = {"run": {"name": "r"}, "model": {"checkpoint": "m"}, "optimizer": {"name": "adamw"}}
+    first = RunDirectory(path, "new", sections)
+    with pytest.raises(BadInputError, match="no earlier run"):
+        RunDirectory(path, "new", sections)
+    first.close()
+    RunDirectory(path, "resume", sections).close()
+    other = sections | {"optimizer": {"name": "sgd"}}
+    with pytest.raises(BadInputError, match="expected adamw, found sgd"):
+        RunDirectory(path, "resume", other)
+    (path / "mark").touch()
+    RunDirectory(path, "fresh", sections).close()
+    assert not (path / "mark").exists()
+    assert (path.with_name("r.1") / "mark").exists()
+    assert (path.with_name("r.1") / RECORD).exists()
+
+
+def test_two_processes_do_not_share_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer_jax.run_directory.LOCK_WAIT_S", 0.1)
+    sections = {"run": {"name": "r"}, "model": {"checkpoint": "m"}, "optimizer": {"name": "adamw"}}
+    first = RunDirectory(tmp_path / "r", "new", sections)
+    for mode in ("resume", "fresh"):
+        with pytest.raises(BadInputError, match="still at work"):
+            RunDirectory(tmp_path / "r", mode, sections)
+    first.close()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_optimizers_clip_warm_up_and_descend(name):
+    optimizer = OptimizerSection(name=name, lr=0.1, clip=1.0, warmup=1).build()
+    params = {"w": jnp.array([1.0, -1.0])}
+    state = optimizer.init(params)
+    sizes = []
+    for _ in range(3):
+        updates, state = optimizer.update({"w": jnp.array([100.0, -100.0])}, state, params)
+        sizes.append(float(jnp.abs(updates["w"]).max()))
+        params = optax.apply_updates(params, updates)
+    assert sizes[0] < sizes[1]
+    np.testing.assert_allclose(sizes[1], sizes[2], rtol=1e-3)
+    assert sizes[2] <= 0.1 + 1e-6
+    assert float(params["w"][0]) < 1.0
+
+
+def test_a_section_cannot_change():
+    section = TrainSection(updates=1)
+    with pytest.raises(ValueError, match="frozen"):
+        section.updates = 2  # pyright: ignore[reportAttributeAccessIssue]

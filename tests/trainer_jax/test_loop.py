@@ -1,0 +1,326 @@
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from contracts.codec import group_to_pb, trajectory_to_pb
+from contracts.errors import AuthError, BadInputError
+from contracts.pb import (
+    fleet_pb2,
+    fleet_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    weights_pb2,
+    weights_pb2_grpc,
+)
+from contracts.types import CandidateSets, Ending, Trajectory, TrajectoryGroup, VersionSpan
+from trainer_jax.config import EvaluationSection, load_run
+from trainer_jax.evaluate import evaluate
+from trainer_jax.hf import load_checkpoint, save_checkpoint
+from trainer_jax.loop import refusal, staleness, train
+from trainer_jax.metrics import read_metrics
+from trainer_jax.models.config import ModelConfig
+from trainer_jax.models.qwen3_moe import init_params
+from trainer_jax.rollouts import GroupStream, RolloutClient
+from trainer_jax.run_directory import RunDirectory
+
+MODEL = ModelConfig(
+    vocab_size=64,
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    num_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=16,
+    tie_word_embeddings=True,
+)
+RUN_FILE = """
+[run]
+name = "loop"
+directory = "{directory}"
+gateway = "{address}"
+weights = "{address}"
+[model]
+checkpoint = "{checkpoint}"
+[optimizer]
+lr = 1e-3
+[train]
+updates = 5
+prompts_per_update = 2
+row_tokens = 64
+micro_rows = 2
+candidate_buckets = [4]
+checkpoint_every = 2
+[evaluation]
+before = false
+after = false
+[[fleet.groups]]
+name = "a"
+weight_format = "bf16"
+[[fleet.groups]]
+name = "b"
+weight_format = "nvfp4"
+"""
+
+
+def trajectory(seed: int, *, version: int, reward: float | None, group: str = "a") -> Trajectory:
+    """4 prompt tokens and 6 drawn ones from 4 candidates of equal probability."""
+    rng = np.random.default_rng(seed)
+    ids = np.stack([rng.permutation(MODEL.vocab_size)[:4] for _ in range(6)]).astype(np.int32)
+    logp = np.full(24, np.log(0.25), np.float32)
+    return Trajectory(
+        task_id=f"task-{seed // 100}",
+        session_id=f"s{seed}",
+        group=group,
+        sampler_ids=(f"{group}-0",),
+        tokens=np.concatenate([rng.integers(0, 64, 4), ids[:, 0]]).astype(np.int32),
+        loss_mask=np.array([False] * 4 + [True] * 6),
+        sampler_logp=logp[:6],
+        candidates=CandidateSets.from_counts(np.full(6, 4), ids.reshape(-1), logp),
+        spans=(VersionSpan(version=version, start=4, end=10),),
+        reward=reward,
+        ending=Ending.FAILURE if reward is None else Ending.SUBMITTED,
+        num_turns=1,
+    )
+
+
+def group_at(sequence: int, version: int) -> TrajectoryGroup:
+    return TrajectoryGroup(
+        sequence=sequence,
+        task_id=f"task-{sequence}",
+        trajectories=tuple(
+            trajectory(100 * sequence + i, version=version, reward=float(i % 2), group="ab"[i % 2])
+            for i in range(4)
+        ),
+    )
+
+
+class FakeGateway(
+    rollout_pb2_grpc.RolloutServicer,
+    fleet_pb2_grpc.FleetServicer,
+    weights_pb2_grpc.WeightsServicer,
+):
+    """Gateway and weight service in one: groups are made as they are asked for."""
+
+    def __init__(self) -> None:
+        self.published: list[int] = []
+        self.streams: list[int] = []
+        self.acks: list[tuple[int, int]] = []
+        self.evaluations: list[rollout_pb2.EvaluateRequest] = []
+        self.break_after = 10**9  # groups per stream
+        self.refuse_at = 10**9  # sequence
+        self.refuse_with = grpc.StatusCode.INVALID_ARGUMENT
+        self.version_of: Callable[[int], int] = lambda _: self.published[-1]
+        self.evaluate: Callable[[int], list[Trajectory]] = lambda _: []
+
+    def Publish(self, request_iterator, context):
+        version = next(request_iterator).header.version
+        assert sum(len(r.data) for r in request_iterator) > 0
+        self.published.append(version)
+        return weights_pb2.PublishReply(version=version)
+
+    def Status(self, request, context):
+        if isinstance(request, weights_pb2.StatusRequest):
+            return weights_pb2.StatusReply(latest_version=max(self.published, default=0))
+        return fleet_pb2.StatusReply(episodes_in_flight=3, counters={"episodes_failed": 1})
+
+    def StreamGroups(self, request, context):
+        self.streams.append(request.after)
+        for number, sequence in enumerate(itertools.count(request.after + 1)):
+            if number >= self.break_after:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+            if sequence >= self.refuse_at:
+                context.abort(self.refuse_with, "no more")
+            yield group_to_pb(group_at(sequence, self.version_of(sequence)))
+
+    def AckGroups(self, request, context):
+        self.acks.append((request.sequence, request.taken))
+        return rollout_pb2.AckGroupsReply()
+
+    def Evaluate(self, request, context):
+        self.evaluations.append(request)
+        for item in self.evaluate(len(self.evaluations)):
+            if item is None:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+            yield trajectory_to_pb(item)
+
+
+@pytest.fixture
+def gateway():
+    fake = FakeGateway()
+    server = grpc.server(ThreadPoolExecutor(8))
+    rollout_pb2_grpc.add_RolloutServicer_to_server(fake, server)
+    fleet_pb2_grpc.add_FleetServicer_to_server(fake, server)
+    weights_pb2_grpc.add_WeightsServicer_to_server(fake, server)
+    fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield fake
+    server.stop(0).wait()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint") / "model"
+    save_checkpoint(path, MODEL, init_params(MODEL, jax.random.key(0)))
+    return path
+
+
+@pytest.fixture
+def run(gateway, checkpoint, tmp_path):
+    """Runs the loop in this process and returns how it ended."""
+    path = tmp_path / "run.toml"
+    directory = tmp_path / "run"
+    path.write_text(
+        RUN_FILE.format(directory=directory, address=gateway.address, checkpoint=checkpoint)
+    )
+
+    def run(*overrides: str, mode="new", stop=lambda: False) -> str:
+        config = load_run(path, overrides)
+        opened = RunDirectory(directory, mode, config.sections)
+        try:
+            with open("/dev/null", "w") as null:
+                console = Console(file=null)
+                return train(config, opened, console=console, stop_requested=stop)
+        finally:
+            opened.close()
+
+    run.directory = directory
+    return run
+
+
+def sequences(records) -> list[list[int]]:
+    return [record["sequences"] for record in records]
+
+
+def test_updates_take_groups_in_order_and_publish_what_they_make(run, gateway, checkpoint):
+    gateway.break_after = 3  # the stream is lost again and again
+    assert run() == "finished"
+    records = read_metrics(run.directory)
+    assert sequences(records) == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+    assert [r["version"] for r in records] == [2, 3, 4, 5, 6]
+    assert gateway.published[0] == 1 and gateway.published[-1] == 6
+    assert gateway.published == sorted(set(gateway.published))
+    assert len(gateway.streams) > 2
+    for record in records:
+        assert record["reward"] == 0.5
+        assert record["grad_norm"] > 0 and record["kl"] > 0
+        assert record["group/a/kl"] > 0 and record["group/b/kl"] > 0
+        assert record["fleet/episodes_in_flight"] == 3
+    before, after = load_checkpoint(checkpoint)[1], load_checkpoint(run.directory / "final")[1]
+    assert not np.allclose(before["embed"], after["embed"])
+
+
+def test_only_durable_groups_are_forgotten(run, gateway):
+    run()
+    assert [taken for _, taken in gateway.acks] == [2, 4, 6, 8, 10]
+    assert all(durable in (0, 4, 8) and durable <= taken for durable, taken in gateway.acks)
+
+
+def test_a_crash_costs_only_what_no_checkpoint_covers(run, gateway):
+    gateway.refuse_at = 8
+    with pytest.raises(BadInputError, match="no more"):
+        run()
+    first = read_metrics(run.directory)
+    newest = gateway.published[-1]
+    gateway.refuse_at = 10**9
+    gateway.streams.clear()
+
+    assert run(mode="resume") == "finished"
+    assert gateway.streams[0] == 4, "groups after the checkpoint are delivered again"
+    records = read_metrics(run.directory)
+    assert records[:2] == first[:2]
+    assert sequences(records) == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+    assert records[2]["version"] > newest
+
+
+def test_a_resumed_run_computes_what_an_unbroken_one_does(run, gateway, tmp_path):
+    gateway.version_of = lambda _: 1
+    run()
+    unbroken = read_metrics(run.directory)
+    run.directory.rename(tmp_path / "unbroken")
+    gateway.published.clear()
+
+    run("train.updates=2")
+    run(mode="resume")
+    records = read_metrics(run.directory)
+    for name in ("kl", "grad_norm", "entropy"):
+        np.testing.assert_allclose(
+            [r[name] for r in records], [r[name] for r in unbroken], rtol=1e-5, err_msg=name
+        )
+
+
+def test_a_stop_is_clean_and_resumable(run, gateway):
+    def stop() -> bool:
+        return bool(gateway.acks)
+
+    assert run("train.updates=1000", stop=stop) == "interrupted"
+    steps = len(read_metrics(run.directory))
+    assert 1 <= steps < 1000
+    summary = json.loads((run.directory / "summary.json").read_text())
+    assert (summary["status"], summary["updates"]) == ("interrupted", steps)
+    assert run(f"train.updates={steps + 1}", mode="resume") == "finished"
+    assert sequences(read_metrics(run.directory))[-1] == [2 * steps + 1, 2 * steps + 2]
+
+
+def test_a_staleness_limit_drops_older_groups(run, gateway):
+    gateway.version_of = lambda sequence: 1 if sequence % 2 else max(gateway.published)
+    assert run("train.staleness_limit=1", "train.updates=3") == "finished"
+    records = read_metrics(run.directory)
+    assert all(record["staleness/max"] <= 1 for record in records)
+    assert records[-1]["dropped/stale_groups"] > 0
+
+
+def test_refusals_are_named():
+    group = group_at(1, version=3)
+    assert staleness(group, 5) == 2
+    assert refusal(group, version=5, limit=None, refill=False) == ""
+    assert refusal(group, version=5, limit=2, refill=True) == ""
+    assert refusal(group, version=5, limit=1, refill=False) == "stale_groups"
+    equal = dataclasses.replace(group, trajectories=group.trajectories[:1] * 2)
+    assert refusal(equal, version=3, limit=None, refill=True) == "equal_groups"
+
+
+def test_lost_evaluation_episodes_are_run_again(gateway):
+    def episodes(call: int) -> list[Trajectory | None]:
+        def one(task, sample, reward):
+            values = trajectory(task * 100 + sample, version=2, reward=reward)
+            return dataclasses.replace(values, task_id=f"task-{task}")
+
+        if call == 1:  # one failure, then the stream breaks
+            return [one(1, 0, 1.0), one(1, 1, None), one(2, 0, 0.0), None]
+        return [one(task, sample, float(task == 1)) for task in (1, 2) for sample in (0, 1)]
+
+    gateway.evaluate = episodes
+    client = RolloutClient(gateway.address, "")
+    section = EvaluationSection(num_tasks=2, num_samples=2)
+    counts = []
+    result = evaluate(client, section, version=2, progress=counts.append)
+    client.close()
+    assert len(gateway.evaluations) == 2
+    assert {request.min_version for request in gateway.evaluations} == {2}
+    assert all(request.sampling.top_p == 1 for request in gateway.evaluations)
+    assert result.pass_at[1].value == 0.5 and 4 not in result.pass_at
+    assert (result.infrastructure_failures, result.missing_samples) == (1, 0)
+    assert counts[-1] == 4
+
+
+def test_a_refused_stream_is_not_dialled_again(gateway):
+    gateway.refuse_with = grpc.StatusCode.UNAUTHENTICATED
+    gateway.refuse_at = 1
+    client = RolloutClient(gateway.address, "")
+    groups = GroupStream(client, cursor=0)
+    with pytest.raises(AuthError, match="no more"):
+        for _ in range(100):
+            groups.get(0.1)
+    groups.close()
+    client.close()
+    assert groups.num_reconnects == 0

@@ -1,0 +1,180 @@
+"""`python -m trainer_jax`: train, plan, evaluate, export, report, sft.
+
+Owns the command line, logging and signals. Anything else belongs to the modules it calls, which it
+imports late: `--help` and a wrong run file should not wait for JAX.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from contracts.errors import BadInputError, exits_politely
+
+app = typer.Typer(
+    help="The trainer of a run: one policy, many samplers.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="may be repeated")
+]
+XLA_CACHE = Path(".cache") / "xla"
+
+
+@app.command()
+def train(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option(help="check everything, print the plan, stop")] = False,
+    resume: Annotated[bool, typer.Option(help="go on from the last checkpoint")] = False,
+    fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
+) -> None:
+    """Train a policy; ends with RUN/report.html and RUN/summary.json."""
+    if resume and fresh:
+        raise BadInputError("train", expected="--resume or --fresh", found="both")
+    _prepare()
+    from trainer_jax.config import load_run
+    from trainer_jax.plan import check_others, print_plan
+
+    config = load_run(run_file, overrides or ())
+    config = config.with_sections(check_others(config))
+    console = Console()
+    if dry_run:
+        print_plan(console, config)
+        return
+    from trainer_jax.run_directory import RunDirectory
+
+    mode = "resume" if resume else "fresh" if fresh else "new"
+    directory = RunDirectory(config.run.path, mode, config.sections)
+    from trainer_jax.loop import train as train_run
+
+    with _stop_on_signals() as stop_requested:
+        status = train_run(config, directory, console=console, stop_requested=stop_requested)
+    if status == "interrupted":
+        settings = [f"--set {shlex.quote(override)}" for override in overrides or ()]
+        again = " ".join(["python -m trainer_jax train", str(run_file), *settings, "--resume"])
+        console.print(f"stopped with a checkpoint; go on with: {again}", soft_wrap=True)
+
+
+@app.command()
+def plan(run_file: RunFile, overrides: Overrides = None) -> None:
+    """Check a run file and print what it would do (train --dry-run)."""
+    train(run_file, overrides, dry_run=True)
+
+
+@app.command()
+def evaluate(
+    run_file: RunFile,
+    checkpoint: Annotated[Path, typer.Option(help="Hugging Face directory to evaluate")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="write the result here as JSON")] = None,
+) -> None:
+    """Evaluate a checkpoint on held-out tasks with the run file's evaluation group."""
+    _prepare()
+    from trainer_jax.config import load_run
+    from trainer_jax.evaluate_checkpoint import evaluate_checkpoint
+    from trainer_jax.plan import check_others
+
+    settings = [f"model.checkpoint={str(checkpoint)!r}", *(overrides or ())]
+    config = load_run(run_file, settings)
+    config = config.with_sections(check_others(config))
+    with _stop_on_signals() as stop_requested:
+        result = evaluate_checkpoint(config, Console(), stop_requested=stop_requested)
+    import json
+
+    text = json.dumps(result.to_json(), indent=2, sort_keys=True)
+    if out:
+        out.write_text(text + "\n")
+    print(text)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="checkpoints/<step> of a run, or a run")],
+    out: Annotated[Path, typer.Argument(help="the directory to write")],
+    layout: Annotated[str, typer.Option(help="per-expert or fused")] = "per-expert",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
+) -> None:
+    """Write a trainer checkpoint as a Hugging Face directory."""
+    _prepare()
+    from trainer_jax.export import export_checkpoint
+
+    export_checkpoint(checkpoint, out, layout=layout, dtype=dtype)
+    print(out)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="the directory of a run")],
+) -> None:
+    """Render RUN/report.html again from what the run recorded."""
+    from trainer_jax.report import write_report
+
+    print(write_report(run))
+
+
+@app.command()
+def sft(run_file: RunFile, overrides: Overrides = None) -> None:
+    """Supervised warm start from demonstrations: the run file's [sft] section."""
+    _prepare()
+    from contracts.runfile import read_run_file, validate_section
+    from trainer_jax.sft import SftConfig, run_sft
+
+    sections = read_run_file(run_file, overrides or ())
+    config = validate_section(SftConfig, "sft", sections.get("sft", {}))
+    run_sft(config)
+    print(config.out)
+
+
+def _prepare() -> None:
+    """Logging, and what JAX reads from the environment before it is imported."""
+    logging.basicConfig(
+        level=os.environ.get("LOG_LEVEL", "WARNING").upper(),
+        format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
+    )
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(XLA_CACHE.absolute()))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C or SIGTERM asks for a clean stop, a second one ends the process at once.
+
+    Local services die with the process, so the second leaves no orphans either.
+    """
+    requested = False
+
+    def on_signal(number: int, _frame: Any) -> None:
+        nonlocal requested
+        if requested:
+            os._exit(128 + number)
+        requested = True
+        print("\nstopping after this step (again: at once)", file=sys.stderr)
+
+    earlier = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: requested
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+main = exits_politely(app)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The policy that is trained: its state on the mesh, and trajectory groups in, an update out.
+
+Owns the calls from a run's sections into model, mesh, packing and step. Must not know services,
+files of a run, or when an update is due.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from contracts.types import TrajectoryGroup
+from trainer_jax.advantages import advantages_of
+from trainer_jax.batch import BatchShape, pack
+from trainer_jax.config import RunConfig
+from trainer_jax.hf import load_checkpoint, save_checkpoint
+from trainer_jax.mesh import make_mesh
+from trainer_jax.records import RecordRules
+from trainer_jax.step import PendingMetrics, TrainState, make_update
+
+
+class PendingUpdate:
+    """An update that was dispatched. `seconds` is known once `metrics` was called."""
+
+    def __init__(self, pending: PendingMetrics, num_tokens: int) -> None:
+        self._pending = pending
+        self._started = time.monotonic()
+        self._ready: float | None = None
+        self.num_tokens = num_tokens  # of the rows, prompts and observations included
+
+    def is_ready(self) -> bool:
+        if self._ready is None and self._pending.is_ready():
+            self._ready = time.monotonic()
+        return self._ready is not None
+
+    def metrics(self) -> dict[str, float]:
+        """Waits for the update. Raises FloatingPointError when the gradient is not finite."""
+        values = self._pending.read()
+        self._ready = self._ready or time.monotonic()
+        return values
+
+    @property
+    def seconds(self) -> float:
+        """From dispatch to the first look at which it was done."""
+        return (self._ready or time.monotonic()) - self._started
+
+
+class Learner:
+    """The training state and its update function."""
+
+    def __init__(
+        self, config: RunConfig, group_names: Sequence[str], *, temperature: float
+    ) -> None:
+        """Loads the start checkpoint. `temperature` is that of the samplers.
+
+        Raises:
+            BadInputError: not a checkpoint of this architecture, more devices than there are.
+        """
+        self.model, params = load_checkpoint(config.model.checkpoint)
+        self._train, self._loss = config.train, config.loss
+        self._update = make_update(
+            self.model,
+            config.loss,
+            config.optimizer.build(),
+            make_mesh(config.mesh.model_dump()),
+            group_names=group_names,
+            temperature=temperature,
+            compute=config.model.compute,
+        )
+        self._rules = RecordRules(
+            group_names=tuple(group_names),
+            vocab_size=self.model.vocab_size,
+            replay=config.loss.replay,
+            max_candidates=config.train.candidate_buckets[-1],
+        )
+        self.state: TrainState = self._update.init(params)
+        self._shapes: dict[int, BatchShape] = {}
+
+    @property
+    def params(self) -> Any:
+        return self.state.params
+
+    def restore(self, state: TrainState) -> None:
+        """Takes a state that was restored in the layout of `self.state`."""
+        self.state = state
+
+    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> PendingUpdate:
+        """Dispatches one optimizer step; the arrays of the state before it are gone.
+
+        Raises:
+            BadInputError: a record that cannot be trained on, with its sampler named.
+        """
+        advantages = advantages_of(groups, normalize=self._loss.normalize_advantages)
+        batches = pack(
+            groups,
+            advantages,
+            row_tokens=self._train.row_tokens,
+            rows=self._train.micro_rows,
+            candidate_buckets=self._train.candidate_buckets,
+            rules=self._rules,
+            num_shards=self._update.num_shards,
+            at_least=tuple(self._shapes.values()),
+        )
+        self._shapes |= {batch.shape.row_tokens: batch.shape for batch in batches}
+        self.state, pending = self._update(self.state, batches, version=version)
+        num_tokens = sum(int((batch.segments_BxR > 0).sum()) for batch in batches)
+        return PendingUpdate(pending, num_tokens)
+
+    def export(self, directory: Path, *, copy_from: Path) -> None:
+        """Writes the policy as a Hugging Face directory; tokenizer files from `copy_from`."""
+        save_checkpoint(directory, self.model, self.params, copy_from=copy_from)

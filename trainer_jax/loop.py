@@ -1,0 +1,393 @@
+"""The training loop: asynchronous, one update after the other, whoever made the trajectories.
+
+Owns the order of things (collect, update, publish, record, save), what is dropped for staleness,
+and the end of a run. Must not know precisions, engines or how episodes run; arithmetic belongs to
+`trainer_jax.learner`. Synchronous training is the same loop with a staleness limit of 0.
+
+While update n computes, the loop writes the metrics of update n - 1, publishes its weights and
+collects the groups of update n + 1.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from contracts.errors import BadInputError, RetryError
+from contracts.types import Ending, TrajectoryGroup
+from trainer_jax.advantages import has_signal
+from trainer_jax.checkpoint import Checkpoints, Position
+from trainer_jax.collapse import CollapseWatch, is_collapsed, observe
+from trainer_jax.config import RunConfig
+from trainer_jax.evaluate import evaluate_while, write_evaluation
+from trainer_jax.learner import Learner, PendingUpdate
+from trainer_jax.live import LiveView
+from trainer_jax.metrics import MetricsLog, Record, batch_statistics
+from trainer_jax.publish import Publisher
+from trainer_jax.report import write_report
+from trainer_jax.rollouts import GroupStream
+from trainer_jax.run_directory import RunDirectory
+from trainer_jax.services import Services
+from trainer_jax.summary import build_summary, is_training, print_summary, write_summary
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+
+
+class StopRequestedError(Exception):
+    """Somebody asked the run to stop while it was waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unsettled:
+    """An update that was dispatched and whose metrics are not written yet."""
+
+    step: int
+    version: int
+    update: PendingUpdate
+    record: Record
+    dispatched: float
+
+
+def staleness(group: TrajectoryGroup, version: int) -> int:
+    """Versions between the trainer's `version` and the oldest token of a group."""
+    oldest = min((span.version for t in group.trajectories for span in t.spans), default=version)
+    return version - oldest
+
+
+def refusal(group: TrajectoryGroup, *, version: int, limit: int | None, refill: bool) -> str:
+    """Why a group is not trained on, as the name of a counter; "" to train on it.
+
+    `refill` drops groups whose rewards are all equal: their advantages are zero.
+    """
+    if limit is not None and staleness(group, version) > limit:
+        return "stale_groups"
+    if refill and not has_signal(group):
+        return "equal_groups"
+    return ""
+
+
+class Loop:
+    """One attempt at a run, from start or from its last checkpoint to its end or a stop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        *,
+        console: Console,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._path = directory.path
+        self._stop_requested = stop_requested
+        groups = [g["name"] for g in config.sections["fleet"]["groups"] if is_training(g)]
+        self._view = LiveView(groups, config.train.updates, console)
+        self._console = console
+        self._started = time.monotonic()
+        self._elapsed_before = 0.0
+        temperature = config.sections.get("sampling", {}).get("temperature", 1.0)
+        self._learner = Learner(config, groups, temperature=temperature)
+        self._checkpoints = Checkpoints(self._path, keep=config.train.keep_checkpoints)
+        self._step = self._sequence = self._version = 0
+        self._metrics = self._open_metrics()
+        self._watch = CollapseWatch()
+        for record in self._metrics.records:
+            self._observe(record)
+        self._services = Services(config, directory, say=self._view.say)
+        self._publisher = Publisher(
+            self._services.addresses.weights,
+            self._services.token,
+            config=self._learner.model,
+            source=config.model.checkpoint,
+            scratch=self._path / "export",
+        )
+        self._stream: GroupStream | None = None
+        self._unsettled: _Unsettled | None = None
+        self._dropped: Counter[str] = Counter()
+
+    def _open_metrics(self) -> MetricsLog:
+        """Restores the last checkpoint, if there is one, and the curves up to it."""
+        if self._checkpoints.latest_step is not None:
+            state, position = self._checkpoints.restore(self._learner.state)
+            self._learner.restore(state)
+            self._step, self._sequence = position.step, position.sequence
+            self._elapsed_before = position.elapsed_seconds
+        return MetricsLog(self._path, last_step=self._step)
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Of this attempt and, up to their last checkpoint, those before it."""
+        return self._elapsed_before + time.monotonic() - self._started
+
+    def run(self) -> str:
+        """Trains to the end or until a stop is requested; returns how it ended.
+
+        Whatever happens, all that was started is ended.
+        """
+        try:
+            with self._view:
+                try:
+                    status = self._run()
+                except StopRequestedError:
+                    status = "interrupted"
+                    self._view.phase("stopping: saving a checkpoint")
+                self._settle()
+                self._save(wait=True)
+            self._conclude(status)
+            return status
+        finally:
+            self._close()
+
+    def _run(self) -> str:
+        self._start()
+        if self._config.evaluation.before and not self._step:
+            self._evaluate("before")
+        status = self._train()
+        self._publisher.wait(self._poll)
+        if status == "finished":
+            self._save(wait=False)
+            self._learner.export(self._path / "final", copy_from=self._config.model.checkpoint)
+            if self._config.evaluation.after:
+                self._services.retire_training_samplers()
+                self._evaluate("after")
+        return status
+
+    def _start(self) -> None:
+        """Starts the services around the first version of this attempt.
+
+        Versions only grow: the store may hold later ones than the checkpoint, from updates that
+        are about to be made again.
+        """
+        self._view.phase("starting the weight service")
+        self._version = self._services.start_weights(self._poll_stop) + 1
+        self._view.phase(f"publishing version {self._version}")
+        self._publisher.submit(self._version, self._learner.params)
+        self._publisher.wait(self._poll)
+        self._view.phase("starting the gateway and the samplers")
+        self._services.start_fleet(self._config.model.checkpoint, self._poll_stop)
+
+    def _evaluate(self, when: str) -> None:
+        path = self._path / f"evaluation-{when}.json"
+        if path.exists():
+            return
+        self._view.phase(f"evaluating version {self._version} on held-out tasks, {when} training")
+
+        def poll(num_scored: int) -> None:
+            self._poll()
+            self._view.status(evaluated=f"{num_scored} episodes")
+
+        result = evaluate_while(
+            self._services.client, self._config.evaluation, version=self._version, poll=poll
+        )
+        write_evaluation(path, result)
+        rates = ", ".join(f"pass@{k} {e.value:.3f}" for k, e in result.pass_at.items())
+        self._view.say(f"held-out tasks {when} training: {rates} ({result.seconds:.0f} s)")
+
+    def _train(self) -> str:
+        self._stream = GroupStream(self._services.client, cursor=self._sequence)
+        train = self._config.train
+        while self._step < train.updates:
+            self._view.phase(f"update {self._step + 1} of {train.updates}")
+            begun = time.monotonic()
+            groups = self._collect(train.prompts_per_update)
+            collected = time.monotonic()
+            self._publisher.detach()  # the update reuses the memory of the parameters before it
+            record = batch_statistics(groups, self._version)
+            update = self._learner.update(groups, self._version)
+            self._step, self._version = self._step + 1, self._version + 1
+            self._sequence = groups[-1].sequence
+            self._publisher.submit(self._version, self._learner.params)
+            self._settle()
+            dispatched = time.monotonic()
+            record |= {"time/collect": collected - begun, "time/pack": dispatched - collected}
+            self._unsettled = _Unsettled(
+                step=self._step,
+                version=self._version,
+                update=update,
+                record=record,
+                dispatched=dispatched,
+            )
+            self._acknowledge()
+            if self._step % train.checkpoint_every == 0:
+                self._save(wait=False)
+            if train.stop_on_collapse and is_collapsed(self._watch):
+                return "collapsed"
+        self._settle()
+        return "finished"
+
+    def _collect(self, count: int) -> list[TrajectoryGroup]:
+        """The next groups in sequence order, without those that are refused."""
+        assert self._stream, "opened by _train"
+        groups: list[TrajectoryGroup] = []
+        while len(groups) < count:
+            self._poll()
+            group = self._stream.get(POLL_S)
+            if group is None:
+                continue
+            reason = refusal(
+                group,
+                version=self._version,
+                limit=self._config.train.staleness_limit,
+                refill=self._config.loss.zero_variance == "refill",
+            )
+            if reason:
+                self._dropped[reason] += 1
+            else:
+                groups.append(group)
+        return groups
+
+    def _poll(self) -> None:
+        """Between any two waits: services alive, metrics out, the view up to date, a stop seen."""
+        self._poll_stop()
+        if self._unsettled and self._unsettled.update.is_ready():
+            self._settle()
+        if status := self._services.status():
+            ready = sum(sampler.state == "ready" for sampler in status.samplers)
+            self._view.status(
+                samplers=f"{ready}/{len(status.samplers)} ready",
+                in_flight=str(status.episodes_in_flight),
+                groups=str(status.last_sequence),
+                tokens_per_s=f"{sum(g.tokens_per_second for g in status.groups):.0f}",
+                published=f"version {self._publisher.published}",
+                elapsed=f"{self.elapsed_seconds:.0f} s",
+            )
+
+    def _poll_stop(self) -> None:
+        if self._stop_requested():
+            raise StopRequestedError
+        self._services.check()
+
+    def _settle(self) -> None:
+        """Writes the metrics of the update dispatched last, waiting for it if need be."""
+        if self._unsettled is None:
+            return
+        done, self._unsettled = self._unsettled, None
+        metrics = done.update.metrics()
+        now = self.elapsed_seconds
+        last = self._metrics.records[-1]["elapsed_seconds"] if self._metrics.records else 0.0
+        record = {
+            "step": done.step,
+            "version": done.version,
+            "elapsed_seconds": now,
+            **done.record,
+            **metrics,
+            **self._fleet_record(),
+            "time/update": done.update.seconds,
+            "time/publish": self._publisher.seconds,
+            "time/step": now - last,
+            "tokens_per_second/sampled": done.record.get("sampled_tokens", 0)
+            / max(now - last, 1e-9),
+            "tokens_per_second/trained": done.update.num_tokens / max(done.update.seconds, 1e-9),
+            **{f"dropped/{name}": num for name, num in self._dropped.items()},
+        }
+        self._metrics.write(record)
+        self._view.show(record)
+        for alarm in self._observe(record):
+            log.warning("update %d: %s", done.step, alarm)
+            self._view.say(f"alarm at update {done.step}: {alarm}")
+
+    def _observe(self, record: Record) -> list[str]:
+        """Feeds the collapse watch; returns the alarms of this update."""
+        if record.get("reward") is None or record.get("kl") is None:
+            return []
+        self._watch, alarms = observe(
+            self._watch,
+            self._config.train.collapse,
+            reward=record["reward"],
+            kl=record["kl"],
+            format_error_ending_share=record[f"ending/{Ending.FORMAT_ERRORS}"],
+        )
+        return [alarm.sentence for alarm in alarms]
+
+    def _fleet_record(self) -> Record:
+        record: Record = {"fleet/restarts": self._services.num_restarts}
+        if status := self._services.status():
+            record |= {
+                "fleet/episodes_in_flight": status.episodes_in_flight,
+                "fleet/groups_ready": status.groups_ready,
+                "fleet/infrastructure_failures": status.counters["episodes_failed"],
+                **{f"fleet/{name}": int(num) for name, num in sorted(status.counters.items())},
+            }
+            for group in status.groups:
+                record[f"group/{group.group}/tokens_per_second"] = group.tokens_per_second
+                record[f"group/{group.group}/sessions_routed"] = group.sessions_routed
+        return record
+
+    def _acknowledge(self) -> None:
+        """Tells the gateway what is taken, and what a durable checkpoint lets it forget."""
+        durable = self._checkpoints.durable()
+        try:
+            self._services.client.acknowledge(
+                durable=durable.sequence if durable else 0, taken=self._sequence
+            )
+        except RetryError as error:
+            log.info("not acknowledged, the next update does it: %s", error)
+
+    def _save(self, *, wait: bool) -> None:
+        self._settle()  # the metrics up to this step are on disk before the step is durable
+        self._checkpoints.save(
+            self._learner.state,
+            Position(
+                run=self._config.run.name,
+                step=self._step,
+                version=self._version,
+                sequence=self._sequence,
+                seed=self._config.run.seed,
+                elapsed_seconds=self.elapsed_seconds,
+            ),
+        )
+        if wait:
+            self._checkpoints.wait()
+
+    def _conclude(self, status: str) -> None:
+        """Summary, report and the closing tables."""
+        summary = build_summary(
+            self._config.sections,
+            self._metrics.records,
+            status=status,
+            wall_seconds=self.elapsed_seconds,
+            before=_read_evaluation(self._path / "evaluation-before.json"),
+            after=_read_evaluation(self._path / "evaluation-after.json"),
+        )
+        write_summary(self._path, summary)
+        print_summary(self._console, summary, write_report(self._path))
+
+    def _close(self) -> None:
+        if self._stream:
+            self._stream.close()
+        self._publisher.close()
+        self._services.close()
+        self._metrics.close()
+        self._checkpoints.close()
+
+
+def _read_evaluation(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def train(
+    config: RunConfig,
+    directory: RunDirectory,
+    *,
+    console: Console,
+    stop_requested: Callable[[], bool],
+) -> str:
+    """Runs or resumes the run of a directory; returns finished, interrupted or collapsed.
+
+    Raises:
+        BadInputError, RetryError, DirtyProcessError: what made it impossible; the last durable
+            checkpoint stands.
+    """
+    if not any(is_training(group) for group in config.sections.get("fleet", {}).get("groups", [])):
+        raise BadInputError("run file, fleet.groups", expected="a training group", found="none")
+    return Loop(config, directory, console=console, stop_requested=stop_requested).run()

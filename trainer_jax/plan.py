@@ -1,0 +1,120 @@
+"""What a run would do, before anything is started: every section checked, the plan in numbers.
+
+Owns asking the other components to check their sections (as processes: the trainer imports
+neither), and the plan's tables. Must not start, download or write anything that stays.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from contracts.rpc import RemoteInputError
+from contracts.runfile import write_resolved
+from trainer_jax.config import RunConfig
+from trainer_jax.hf import load_config
+from trainer_jax.live import number
+from trainer_jax.local import service_environment
+from trainer_jax.models.qwen3_moe import parameter_shapes
+from trainer_jax.summary import is_training, percent
+
+CHECK_S = 60.0
+OTHERS = ("weight_sync", "sampler_fleet")
+ADAM_MOMENTS = 2
+
+
+def check_others(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """All sections, the other components' as they resolve them.
+
+    Raises:
+        RemoteInputError: the owner's sentence about the first thing wrong.
+    """
+    sections = dict(config.sections)
+    with tempfile.TemporaryDirectory() as scratch:
+        record = Path(scratch) / "config.json"
+        write_resolved(record, config.sections)
+        for package in OTHERS:
+            sections |= _check(package, record)
+    return sections
+
+
+def _check(package: str, record: Path) -> dict[str, dict[str, Any]]:
+    command = [sys.executable, "-m", package, "check", "--config", str(record)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=CHECK_S,
+        check=False,
+        env=service_environment(),
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"{package} check says nothing"]
+        raise RemoteInputError(said[-1].removeprefix("error: "))
+    return json.loads(done.stdout)
+
+
+def print_plan(console: Console, config: RunConfig) -> None:
+    """The resolved configuration as JSON, then the plan."""
+    sections = config.sections
+    console.print_json(json.dumps(sections))
+    train, model = config.train, load_config(config.model.checkpoint)
+    num_parameters = sum(int(np.prod(shape)) for shape in parameter_shapes(model).values())
+    group_size = sections.get("episodes", {}).get("group_size", 8)
+
+    fleet = Table("group", "accelerator", "weights", "KV", "purpose", "samplers", "share")
+    groups = sections["fleet"]["groups"]
+    for group in groups:
+        alike = [g for g in groups if is_training(g) == is_training(group)]
+        share = group.get("capacity", 1.0) / sum(g.get("capacity", 1.0) for g in alike)
+        fleet.add_row(
+            *(group["name"], group.get("accelerator", ""), group["weight_format"]),
+            *(group.get("kv_format", "fp8"), "train" if is_training(group) else "evaluate"),
+            *(str(group.get("samplers", 1)), percent(share, 1)),
+        )
+    console.print(fleet)
+
+    devices = int(np.prod([getattr(config.mesh, axis) for axis in type(config.mesh).model_fields]))
+    memory = memory_estimate(config, num_parameters, model.hidden_size, model.num_hidden_layers)
+    facts = {
+        "run directory": str(config.run.path),
+        "services": "local processes" if config.is_local else config.run.gateway,
+        "model": f"{num_parameters:,} parameters from {config.model.checkpoint}",
+        "mesh": f"{devices} device(s)",
+        "objective": config.loss.arm,
+        "updates": f"{train.updates} of {train.prompts_per_update} prompts x {group_size}"
+        f" = {train.updates * train.prompts_per_update * group_size:,} trajectories",
+        "staleness limit": "none" if train.staleness_limit is None else str(train.staleness_limit),
+        "checkpoints": f"every {train.checkpoint_every} updates, {train.keep_checkpoints} kept",
+        "memory": f"about {number(memory / 2**30, 2)} GiB per device",
+        "evaluation": f"{config.evaluation.num_tasks or 'all'} held-out tasks"
+        f" x {config.evaluation.num_samples}",
+    }
+    table = Table(show_header=False, box=None)
+    for name, value in facts.items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def memory_estimate(
+    config: RunConfig, num_parameters: int, hidden_size: int, num_layers: int
+) -> float:
+    """Bytes per device, roughly: float32 masters, gradients and optimizer, and activations.
+
+    Activations: about 16 vectors of the model's width per token and layer, or 2 with remat.
+    """
+    mesh = config.mesh
+    moments = ADAM_MOMENTS if config.optimizer.name == "adamw" else 0
+    state = 4.0 * num_parameters * (2 + moments) / (mesh.fsdp * mesh.expert * mesh.tensor)
+    width = 2 if config.model.compute.dtype == "bfloat16" else 4
+    vectors = 2 if config.model.compute.remat else 16
+    tokens = config.train.micro_rows * config.train.row_tokens / (mesh.data * mesh.fsdp)
+    return state + width * vectors * tokens * hidden_size * num_layers

@@ -1,0 +1,387 @@
+"""One optimizer step over the micro-batches of one update.
+
+Owns the training state and the jitted functions: forward, corrected loss, backward, accumulation,
+update. Must not read trajectories, write files, or decide when an update happens.
+
+Micro-batches are accumulated by a loop on the host over one jitted function with donated
+gradients. The denominator is that of the whole update, known before its first micro-batch, so the
+split does not matter. There is no pass that recomputes old log-probs: the importance ratio uses the
+policy of the one differentiated forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from contracts.errors import BadInputError
+from trainer_jax import loss_metrics
+from trainer_jax.batch import Batch, TokenBucket
+from trainer_jax.head import candidate_logits
+from trainer_jax.loss import LogBand, LossConfig, SamplerRecord, position_of, token_objective
+from trainer_jax.mesh import batch_sharding, param_shardings
+from trainer_jax.models.config import ComputeConfig, ModelConfig
+from trainer_jax.models.qwen3_moe import Params, head_weight, hidden_states, init_params
+
+EXACT = ComputeConfig()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """What an update changes. `step` counts optimizer steps, int32 scalar."""
+
+    params: Params
+    opt_state: Any
+    step: jax.Array
+
+
+class _Scored(NamedTuple):
+    """A bucket's tokens, flat [T] over shards and slots, with what the head says about them."""
+
+    logits_TxK: jax.Array
+    sampled_logit_T: jax.Array
+    normalizer_T: jax.Array | None
+    entropy_T: jax.Array | None
+    record: SamplerRecord
+    trajectory_T: jax.Array
+    group_T: jax.Array
+    staleness_T: jax.Array
+
+
+class _Scalars(NamedTuple):
+    """What differs between updates, as arrays, so that nothing recompiles."""
+
+    version: jax.Array  # int32, the trainer's
+    denominator: jax.Array  # float32
+
+
+class PendingMetrics:
+    """The metrics of an update that may still be running."""
+
+    def __init__(self, values, norms, sums: loss_metrics.Sums, group_names) -> None:
+        self._values, self._norms, self._sums = values, norms, sums
+        self._group_names = group_names
+
+    def is_ready(self) -> bool:
+        """Whether `read` returns at once."""
+        return all(leaf.is_ready() for leaf in jax.tree.leaves((self._norms, self._sums)))
+
+    def read(self) -> dict[str, float]:
+        """Flat metrics: objective, grad_norm (before clipping), update_norm, `loss_metrics.report`.
+
+        Raises:
+            FloatingPointError: the gradient is not finite. The state is lost: go back to the last
+                checkpoint.
+        """
+        values, norms, sums = jax.device_get((self._values, self._norms, self._sums))
+        metrics = {"objective": math.fsum(float(value) for value in values)}
+        metrics |= {name: float(value) for name, value in norms.items()}
+        if not math.isfinite(metrics["grad_norm"]):
+            raise FloatingPointError(f"the gradient norm is {metrics['grad_norm']}")
+        return metrics | loss_metrics.report(sums, self._group_names)
+
+
+class Update:
+    """`update(state, batches, version=v) -> (state, metrics)`; see `make_update`."""
+
+    def __init__(
+        self, objective, loss: LossConfig, optimizer, mesh: Mesh, group_names, shapes: Params
+    ) -> None:
+        self._objective = objective
+        self._loss = loss
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._group_names = group_names
+        self._shardings = param_shardings(mesh, shapes)
+        self._state_shardings = self._shardings_of_state(shapes)
+        self._zeros = jax.jit(
+            lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=self._shardings
+        )
+        self._accumulate = jax.jit(
+            self._accumulate_one, donate_argnums=(1, 2), out_shardings=(self._shardings, None, None)
+        )
+        self._apply = jax.jit(
+            self._apply_grads, donate_argnums=(0, 1), out_shardings=(self._state_shardings, None)
+        )
+
+    @property
+    def num_shards(self) -> int:
+        """Devices along the mesh's data axes: `pack(..., num_shards=)`."""
+        return num_data_shards(self._mesh)
+
+    def init(self, params: Params) -> TrainState:
+        """The state before the first update, placed on the mesh."""
+
+        def fresh(params: Params) -> TrainState:
+            opt_state = self._optimizer.init(params)
+            return TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
+
+        placed = jax.device_put(params, self._shardings)
+        return jax.jit(fresh, out_shardings=self._state_shardings)(placed)
+
+    def _shardings_of_state(self, shapes: Params) -> Any:
+        replicated = NamedSharding(self._mesh, PartitionSpec())
+        opt_state = optax.tree_utils.tree_map_params(
+            self._optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self._optimizer.init, shapes),
+            self._shardings,
+            transform_non_params=lambda _: replicated,
+        )
+        step: Any = replicated
+        return TrainState(params=self._shardings, opt_state=opt_state, step=step)
+
+    def _accumulate_one(self, params, grads, sums, batch: Batch, scalars: _Scalars):
+        def cost(params):
+            value, aux = self._objective(params, batch, scalars)
+            return -value, aux
+
+        (value, new_sums), new_grads = jax.value_and_grad(cost, has_aux=True)(params)
+        grads = jax.tree.map(jnp.add, grads, new_grads)
+        return grads, loss_metrics.merge(sums, new_sums), -value
+
+    def _apply_grads(self, state: TrainState, grads: Params):
+        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+        params: Any = optax.apply_updates(state.params, updates)
+        norms = {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
+        return TrainState(params=params, opt_state=opt_state, step=state.step + 1), norms
+
+    def __call__(
+        self, state: TrainState, batches: Sequence[Batch], *, version: int
+    ) -> tuple[TrainState, PendingMetrics]:
+        """Dispatches one optimizer step. `state` is donated: its arrays are gone afterwards.
+
+        Args:
+            batches: all micro-batches of the update (numpy), as `pack` makes them.
+            version: the policy version that `state.params` is; staleness is relative to it.
+
+        Returns:
+            the new state and its metrics, both possibly still being computed.
+
+        Raises:
+            BadInputError: no trained token.
+        """
+        denominator = self._denominator(batches)
+        grads = self._zeros(state.params)
+        sums = loss_metrics.no_sums(len(self._group_names))
+        scalars = _Scalars(jnp.int32(version), jnp.float32(denominator))
+        values = []
+        for batch in batches:
+            placed = jax.device_put(batch, batch_placement(self._mesh, batch))
+            grads, sums, value = self._accumulate(state.params, grads, sums, placed, scalars)
+            values.append(value)
+        state, norms = self._apply(state, grads)
+        return state, PendingMetrics(values, norms, sums, self._group_names)
+
+    def _denominator(self, batches: Sequence[Batch]) -> float:
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        if not num_tokens:
+            raise BadInputError("update", expected="at least one trained token", found="none")
+        if self._loss.reduction == "constant":
+            assert self._loss.constant is not None
+            return self._loss.constant
+        if self._loss.reduction == "sequence-mean":
+            return sum(batch.num_sequences for batch in batches)
+        return num_tokens
+
+
+def make_update(
+    config: ModelConfig,
+    loss: LossConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    group_names: Sequence[str],
+    temperature: float = 1.0,
+    compute: ComputeConfig = EXACT,
+    freeze_router: bool = False,
+) -> Update:
+    """The update function of a run.
+
+    Args:
+        optimizer: minimizes; clipping belongs into it.
+        group_names: sampler groups in the order of `RecordRules.group_names`.
+        temperature: of sampling; the policy that is trained is the one at this temperature.
+        freeze_router: keep the router's weights as they are.
+
+    Raises:
+        BadInputError: a band for a group that does not exist.
+    """
+    objective = functools.partial(
+        batch_objective,
+        config=config,
+        loss=loss,
+        group_names=tuple(group_names),
+        temperature=temperature,
+        compute=compute,
+    )
+    loss.log_bands(tuple(group_names))  # refuses now rather than in the first update
+    if freeze_router:
+        optimizer = with_frozen_router(optimizer)
+    shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+    return Update(objective, loss, optimizer, mesh, tuple(group_names), shapes)
+
+
+def batch_objective(
+    params: Params,
+    batch: Batch,
+    scalars: _Scalars,
+    *,
+    config: ModelConfig,
+    loss: LossConfig,
+    group_names: tuple[str, ...],
+    temperature: float,
+    compute: ComputeConfig,
+) -> tuple[jax.Array, loss_metrics.Sums]:
+    """The surrogate of one micro-batch over the update's denominator, and the metrics' sums."""
+    hidden_BxRxD = hidden_states(
+        params,
+        config,
+        batch.tokens_BxR,  # pyright: ignore[reportArgumentType]
+        batch.positions_BxR,  # pyright: ignore[reportArgumentType]
+        batch.segments_BxR,  # pyright: ignore[reportArgumentType]
+        compute=compute,
+    )
+    S = batch.buckets[0].mask_SxN.shape[0]
+    hidden_SxLxD = hidden_BxRxD.reshape(S, -1, hidden_BxRxD.shape[-1])
+    head_VxD = head_weight(params, compute=compute)
+    scored = [
+        _score(bucket, hidden_SxLxD, head_VxD, scalars, replay=loss.replay, temperature=temperature)
+        for bucket in batch.buckets
+    ]
+    mean_log_ratio_M = None
+    if loss.importance == "sequence" or loss.off_policy_limit is not None:
+        mean_log_ratio_M = _mean_log_ratio(scored, jnp.asarray(batch.num_trained_M))
+
+    total = jnp.zeros((), jnp.float32)
+    sums = loss_metrics.no_sums(len(group_names))
+    log_bands_Gx2 = jnp.asarray(loss.log_bands(group_names))
+    for part in scored:
+        record, mean_log_ratio_T = part.record, None
+        if mean_log_ratio_M is not None:
+            mean_log_ratio_T = mean_log_ratio_M[part.trajectory_T]
+            record = _drop_off_policy(record, mean_log_ratio_T, loss.off_policy_limit)
+        objective_T, stats = token_objective(
+            part.logits_TxK,
+            part.sampled_logit_T,
+            part.normalizer_T,
+            record,
+            importance=loss.importance,
+            band=LogBand(*log_bands_Gx2[part.group_T].T),
+            center=loss.center,
+            sequence_log_ratio_T=mean_log_ratio_T,
+        )
+        if part.entropy_T is not None:
+            stats = loss_metrics.with_entropy(stats, part.entropy_T)
+        if loss.reduction == "sequence-mean":
+            objective_T /= jnp.maximum(batch.num_trained_M[part.trajectory_T], 1.0)
+        total += objective_T.sum()
+        labels = loss_metrics.labels(part.group_T, part.staleness_T, len(group_names))
+        sums = loss_metrics.merge(sums, loss_metrics.summarize(stats, labels, part.staleness_T))
+    return total / scalars.denominator, sums
+
+
+def _score(
+    bucket: TokenBucket, hidden_SxLxD, head_VxD, scalars: _Scalars, *, replay, temperature
+) -> _Scored:
+    """Trainer logits of a bucket. Without replay the token drawn may lie outside K: one more id."""
+    ids_SxNxK = jnp.asarray(bucket.candidate_ids_SxNxK)
+    drawn_SxNx1 = jnp.where(bucket.mask_SxN, bucket.sampled_SxN, -1)[:, :, None]
+    asked = ids_SxNxK if replay else jnp.concatenate([ids_SxNxK, drawn_SxNx1], axis=2)
+    hidden_SxNxD = jnp.take_along_axis(hidden_SxLxD, bucket.position_SxN[:, :, None], axis=1)
+    out = candidate_logits(
+        hidden_SxNxD, head_VxD, asked, normalizer=not replay, temperature=temperature
+    )
+    if replay:
+        logits_SxNxK = out.logits_TxK
+        sampled_logit_SxN = jnp.where(ids_SxNxK == drawn_SxNx1, logits_SxNxK, 0.0).sum(2)
+    else:
+        logits_SxNxK, sampled_logit_SxN = out.logits_TxK[:, :, :-1], out.logits_TxK[:, :, -1]
+
+    def flat(x) -> jax.Array:
+        return jnp.asarray(x).reshape(-1, *x.shape[2:])
+
+    return _Scored(
+        logits_TxK=flat(logits_SxNxK),
+        sampled_logit_T=flat(sampled_logit_SxN),
+        normalizer_T=None if out.normalizer_T is None else flat(out.normalizer_T),
+        entropy_T=None if out.entropy_T is None else flat(out.entropy_T),
+        record=SamplerRecord(
+            candidate_ids_TxK=flat(ids_SxNxK),
+            candidate_sampler_logp_TxK=flat(bucket.candidate_sampler_logp_SxNxK),
+            sampler_logp_T=flat(bucket.sampler_logp_SxN),
+            advantage_T=flat(bucket.advantage_SxN),
+            mask_T=flat(bucket.mask_SxN),
+        ),
+        trajectory_T=flat(bucket.trajectory_SxN),
+        group_T=flat(bucket.group_SxN),
+        staleness_T=scalars.version - flat(bucket.version_SxN),
+    )
+
+
+def _mean_log_ratio(scored: Sequence[_Scored], num_trained_M: jax.Array) -> jax.Array:
+    """Mean of log p/q over each trajectory's trained tokens, without a gradient."""
+    totals_M = jnp.zeros_like(num_trained_M)
+    for part in scored:
+        at = position_of(part.logits_TxK, part.sampled_logit_T, part.normalizer_T, part.record)
+        totals_M = totals_M.at[part.trajectory_T].add(at.log_ratio_T.astype(totals_M.dtype))
+    return jax.lax.stop_gradient(totals_M / jnp.maximum(num_trained_M, 1.0))
+
+
+def _drop_off_policy(record: SamplerRecord, mean_log_ratio_T, limit: float | None) -> SamplerRecord:
+    """Trajectories with A < 0 that the trainer finds unlikely teach nothing: advantage 0."""
+    if limit is None:
+        return record
+    dropped_T = (record.advantage_T < 0) & (-mean_log_ratio_T > limit)
+    return SamplerRecord(
+        candidate_ids_TxK=record.candidate_ids_TxK,
+        candidate_sampler_logp_TxK=record.candidate_sampler_logp_TxK,
+        sampler_logp_T=record.sampler_logp_T,
+        advantage_T=jnp.where(dropped_T, 0.0, record.advantage_T),
+        mask_T=record.mask_T,
+    )
+
+
+def with_frozen_router(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer without the router: not in the clipped norm, not moved by weight decay."""
+
+    def zeroed(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jnp.zeros_like(leaf) if path[-1].key == "router" else leaf, tree
+        )
+
+    def update(updates, state, params=None):
+        updates, state = optimizer.update(zeroed(updates), state, params)
+        return zeroed(updates), state
+
+    return optax.GradientTransformation(optimizer.init, update)
+
+
+def num_data_shards(mesh: Mesh) -> int:
+    """Devices that rows of a batch are spread over."""
+    axes = batch_sharding(mesh).spec[0]
+    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def batch_placement(mesh: Mesh, batch: Batch) -> Batch:
+    """A sharding for every array of a batch: the leading axis over the data axes."""
+    rows = PartitionSpec(batch_sharding(mesh).spec[0])
+    placement = jax.tree.map(lambda _: NamedSharding(mesh, rows), batch)
+    whole = NamedSharding(mesh, PartitionSpec())
+    return Batch(
+        tokens_BxR=placement.tokens_BxR,
+        positions_BxR=placement.positions_BxR,
+        segments_BxR=placement.segments_BxR,
+        num_trained_M=whole,  # pyright: ignore[reportArgumentType]
+        buckets=placement.buckets,
+    )

@@ -1,0 +1,186 @@
+"""A finished or interrupted run in numbers: summary.json and the closing tables in the terminal.
+
+Owns the keys of summary.json and how per-update metrics become one number. Must not draw
+(`trainer_jax.report`) nor measure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from trainer_jax.live import number
+from trainer_jax.metrics import Record
+
+SUMMARY_FILE = "summary.json"
+
+
+def build_summary(
+    sections: Mapping[str, Mapping[str, Any]],
+    records: Sequence[Record],
+    *,
+    status: str,
+    wall_seconds: float,
+    before: Mapping[str, Any] | None,
+    after: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The content of summary.json.
+
+    `sections` is the run record, `before` and `after` are evaluations as JSON values. A group's
+    `share_of_out_of_band_tokens` is its part of all tokens with a ratio outside the band (compare
+    with its `share_of_samples`); its `share_out_of_band` is the part of its own tokens.
+    """
+    last = records[-1] if records else {}
+    return {
+        "name": sections["run"]["name"],
+        "status": status,
+        "wall_seconds": round(wall_seconds, 1),
+        "updates": last.get("step", 0),
+        "version": last.get("version"),
+        "heldout": {"before": before, "after": after},
+        "reward": {
+            "first_quarter": _mean(_part(records, 0.0, 0.25), "reward"),
+            "last_quarter": _mean(_part(records, 0.75, 1.0), "reward"),
+        },
+        "kl": _mean(records, "kl", "sampled_tokens"),
+        "share_of_out_of_band_tokens": _mean(records, "share_out_of_band", "sampled_tokens"),
+        "entropy": _mean(records, "entropy", "sampled_tokens"),
+        "grad_norm": _mean(records, "grad_norm"),
+        "mean_staleness": _mean(records, "staleness/mean", "sampled_tokens"),
+        "max_staleness": max(
+            (r["staleness/max"] for r in records if "staleness/max" in r), default=None
+        ),
+        "format_error_share": _mean(records, "format_error_share"),
+        "sampled_tokens": sum(r.get("sampled_tokens", 0) for r in records),
+        "tokens_per_second": {
+            "sampled": _mean(records, "tokens_per_second/sampled"),
+            "trained": _mean(records, "tokens_per_second/trained"),
+        },
+        "infrastructure_failures": _last(records, "fleet/infrastructure_failures"),
+        "restarts": _last(records, "fleet/restarts"),
+        "groups": group_rows(sections, records),
+        "settings": sections,
+    }
+
+
+def group_rows(
+    sections: Mapping[str, Mapping[str, Any]], records: Sequence[Record]
+) -> dict[str, dict[str, Any]]:
+    """Per training group: what it is, its shares, its KL. In the run file's order."""
+    settings = [g for g in sections.get("fleet", {}).get("groups", []) if is_training(g)]
+    capacity = sum(group.get("capacity", 1.0) for group in settings)
+    samples = {g["name"]: _total(records, f"group/{g['name']}/samples") for g in settings}
+    outside = {
+        g["name"]: sum(
+            r.get(f"group/{g['name']}/sampled_tokens", 0)
+            * (r.get(f"group/{g['name']}/share_out_of_band") or 0.0)
+            for r in records
+        )
+        for g in settings
+    }
+    rows = {}
+    for group in settings:
+        name = group["name"]
+        tokens = f"group/{name}/sampled_tokens"
+        rows[name] = {
+            "accelerator": group.get("accelerator", ""),
+            "weight_format": group["weight_format"],
+            "kv_format": group.get("kv_format", "fp8"),
+            "capacity_share": group.get("capacity", 1.0) / capacity,
+            "share_of_samples": _ratio(samples[name], sum(samples.values())),
+            "kl": _mean(records, f"group/{name}/kl", tokens),
+            "share_out_of_band": _mean(records, f"group/{name}/share_out_of_band", tokens),
+            "share_of_out_of_band_tokens": _ratio(outside[name], sum(outside.values())),
+            "reward": _mean(records, f"group/{name}/reward", f"group/{name}/samples"),
+            "timeout_share": _mean(records, f"group/{name}/timeout_share", f"group/{name}/samples"),
+        }
+    return rows
+
+
+def is_training(group: Mapping[str, Any]) -> bool:
+    """Whether a [[fleet.groups]] table serves training episodes."""
+    return group.get("purpose", "train") == "train"
+
+
+def _part(records: Sequence[Record], start: float, end: float) -> Sequence[Record]:
+    first, last = int(len(records) * start), int(np.ceil(len(records) * end))
+    return records[first:last]
+
+
+def _mean(records: Sequence[Record], name: str, weight: str = "") -> float | None:
+    pairs = [
+        (r[name], r.get(weight, 0) if weight else 1.0) for r in records if r.get(name) is not None
+    ]
+    total = sum(w for _, w in pairs)
+    return float(sum(value * w for value, w in pairs) / total) if total else None
+
+
+def _total(records: Sequence[Record], name: str) -> float:
+    return sum(r.get(name, 0) for r in records)
+
+
+def _last(records: Sequence[Record], name: str) -> Any:
+    return next((r[name] for r in reversed(records) if name in r), 0)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
+    path = directory / SUMMARY_FILE
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(summary, indent=2) + "\n")
+    os.replace(scratch, path)
+
+
+def print_summary(console: Console, summary: Mapping[str, Any], report: Path) -> None:
+    """The closing tables."""
+    table = Table(title="held-out tasks (BF16, full vocabulary)", title_justify="left")
+    for column in ("", "pass@1", "95 %", "pass@4", "95 %", "format errors", "tasks"):
+        table.add_column(column, justify="left" if not column else "right")
+    for when in ("before", "after"):
+        if evaluation := summary["heldout"][when]:
+            cells = []
+            for k in (1, 4):
+                cells.append(number(evaluation.get(f"pass_at_{k}")))
+                low, high = evaluation.get(f"pass_at_{k}_interval", (None, None))
+                cells.append(f"{number(low)} .. {number(high)}")
+            errors = number(evaluation["format_error_share"])
+            table.add_row(when, *cells, errors, str(evaluation["num_tasks"]))
+    if table.row_count:
+        console.print(table)
+
+    fleet = Table(title="sampler groups", title_justify="left")
+    columns = ("group", "weights", "KV", "capacity", "samples", "KL", "out of band", "of all those")
+    for column in columns:
+        fleet.add_column(column, justify="left" if column in columns[:3] else "right")
+    for name, row in summary["groups"].items():
+        fleet.add_row(
+            *(name, row["weight_format"], row["kv_format"]),
+            percent(row["capacity_share"]),
+            percent(row["share_of_samples"]),
+            number(row["kl"], 5),
+            percent(row["share_out_of_band"], 2),
+            percent(row["share_of_out_of_band_tokens"]),
+        )
+    console.print(fleet)
+    console.print(
+        f"{summary['updates']} updates in {summary['wall_seconds']:,.0f} s"
+        f" ({summary['status']}), mean staleness {number(summary['mean_staleness'], 1)}"
+        f" versions, {summary['sampled_tokens']:,} tokens trained on",
+        highlight=False,
+    )
+    console.print(f"report: {report}", highlight=False, soft_wrap=True)
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """A share in [0, 1] as text."""
+    return "-" if share is None else f"{100 * share:.{digits}f} %"

@@ -1,0 +1,17 @@
+"""The `[weights]` section of a run file."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from contracts.runfile import Section
+from weight_sync.formats.nvfp4 import Recipe
+
+
+class WeightsConfig(Section):
+    """How the weight service keeps and converts versions."""
+
+    keep_versions: int = Field(3, ge=1)  # newest ones, besides what is pinned or being fetched
+    nvfp4_recipe: Recipe = Recipe.MODELOPT
+    ignore: tuple[str, ...] = ()  # globs of module names that no format quantizes
+    convert_threads: int = Field(1, ge=1)

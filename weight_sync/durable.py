@@ -1,0 +1,79 @@
+"""Files that survive a power cut: written aside, flushed, then renamed into place.
+
+Owns fsync, atomic replacement and file checksums. Knows nothing of versions or tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import xxhash
+
+_READ_BYTES = 4 * 1024 * 1024
+
+
+def checksum(data: bytes | bytearray | memoryview) -> str:
+    """xxh3-128, 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def checksum_file(path: Path) -> str:
+    """xxh3-128 of a file's bytes."""
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def flush(path: Path) -> None:
+    """fsync of a file or a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_tree(directory: Path) -> None:
+    """fsync of every file below a directory, then of the directories, innermost first."""
+    for parent, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            flush(Path(parent) / name)
+        flush(Path(parent))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file: afterwards it holds the old text or the new, whatever happens."""
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        aside.write_text(text)
+        flush(aside)
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    flush(path.parent)
+
+
+def move_into_place(staged: Path, final: Path) -> None:
+    """Makes a flushed directory visible under its final name, all at once.
+
+    Raises:
+        OSError: `final` exists and is not empty.
+    """
+    flush_tree(staged)
+    staged.rename(final)
+    flush(final.parent)
+
+
+def remove_tree(directory: Path) -> None:
+    """Removes a directory if it is there. It vanishes from its name at once, its files after."""
+    doomed = directory.with_name(f".doomed-{uuid.uuid4().hex[:8]}")
+    try:
+        directory.rename(doomed)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,213 @@
+"""safetensors files: headers read and checked, tensors mapped, files written piece by piece.
+
+Owns the container format: 8 bytes of header length, a JSON header, the tensors without gaps. Files
+are deterministic: tensors go in order of element size, then of name, so each is aligned. Owns no
+knowledge of what tensors mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from contracts.errors import BadInputError
+
+DTYPE_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+INDEX_NAME = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorHeader:
+    """Where a tensor lies; `start` and `end` are absolute byte offsets in `file`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """A tensor to be written into `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+    @property
+    def num_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
+
+
+def read_headers(path: Path) -> dict[str, TensorHeader]:
+    """The tensors of one file, in file order.
+
+    Raises:
+        BadInputError: anything but a whole, well-formed safetensors file.
+    """
+
+    def refuse(found: str) -> BadInputError:
+        return BadInputError(f"{path}", expected="a whole safetensors file", found=found)
+
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise refuse(f"{size} bytes and a header that claims {length}")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            tensors = {
+                name: TensorHeader(
+                    dtype=entry["dtype"],
+                    shape=tuple(entry["shape"]),
+                    file=path.name,
+                    start=8 + length + entry["data_offsets"][0],
+                    end=8 + length + entry["data_offsets"][1],
+                )
+                for name, entry in header.items()
+            }
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise refuse(f"a header that does not parse ({error!r})") from None
+    position = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if tensor.dtype not in DTYPE_BYTES:
+            raise refuse(f"tensor {name} of unknown dtype {tensor.dtype}")
+        num_bytes = DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
+        if tensor.start != position or tensor.end - tensor.start != num_bytes:
+            raise refuse(f"tensor {name} at bytes {tensor.start}..{tensor.end} for {num_bytes}")
+        position = tensor.end
+    if position != size:
+        raise refuse(f"{size} bytes where the header describes {position}")
+    return tensors
+
+
+class Mapping:
+    """A file mapped into memory, read-only; `release` keeps what is resident small."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.data = np.frombuffer(self._map, np.uint8)
+
+    def release(self, start: int, end: int) -> None:
+        """The pages that lie wholly in [start, end) may leave this process."""
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = end // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+class Checkpoint:
+    """The tensors of a Hugging Face checkpoint directory, mapped.
+
+    Raises:
+        BadInputError: no tensors, a shard that the index names is missing, a tensor twice.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tensors: dict[str, TensorHeader] = {}
+        self._files: dict[str, Mapping] = {}
+        for path in _shards(directory):
+            for name, header in read_headers(path).items():
+                if name in self.tensors:
+                    raise BadInputError(
+                        f"checkpoint {directory}",
+                        expected=f"tensor {name} once",
+                        found=f"it in {self.tensors[name].file} and {path.name}",
+                    )
+                self.tensors[name] = header
+            self._files[path.name] = Mapping(path)
+
+    def bytes_of(self, name: str) -> np.ndarray:
+        """A tensor's bytes, uint8, a view of the mapping."""
+        header = self.tensors[name]
+        return self._files[header.file].data[header.start : header.end]
+
+    def release(self, name: str) -> None:
+        header = self.tensors[name]
+        self._files[header.file].release(header.start, header.end)
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / INDEX_NAME
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise BadInputError(
+                f"{index}", expected="an index with a weight_map", found=f"{error!r}"
+            ) from None
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise BadInputError(
+                f"{index}", expected=f"{len(names)} shards beside it", found=f"no {missing[0]}"
+            )
+        return [directory / name for name in names]
+    shards = sorted(directory.glob("*.safetensors"))
+    if not shards:
+        raise BadInputError(f"checkpoint {directory}", expected="*.safetensors files", found="none")
+    return shards
+
+
+class Writer:
+    """One file whose tensors are known beforehand and come in any order, from any thread."""
+
+    def __init__(self, path: Path, specs: Iterable[TensorSpec]) -> None:
+        ordered = sorted(specs, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
+        header: dict = {"__metadata__": {"format": "pt"}}
+        self._ranges: dict[str, tuple[int, int]] = {}
+        position = 0
+        for spec in ordered:
+            end = position + spec.num_bytes
+            header[spec.name] = {
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "data_offsets": [position, end],
+            }
+            self._ranges[spec.name] = (position, end)
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._data_start = 8 + len(text)
+        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        self._path = path
+        self._write_at(0, len(text).to_bytes(8, "little") + text)
+        os.ftruncate(self._descriptor, self._data_start + position)
+
+    def _write_at(self, offset: int, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        try:
+            while view:
+                written = os.pwrite(self._descriptor, view, offset)
+                view, offset = view[written:], offset + written
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Writes one tensor; its byte count must be the one announced."""
+        start, end = self._ranges[name]
+        assert array.nbytes == end - start, (name, array.nbytes, end - start)
+        if array.nbytes:
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            self._write_at(self._data_start + start, data.data)
+
+    def close(self) -> None:
+        os.close(self._descriptor)

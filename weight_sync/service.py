@@ -1,0 +1,358 @@
+"""The gRPC face of the version store: publish, watch, fetch, status.
+
+Owns what runs when: receiving into staging, one conversion at a time in a worker thread for the
+formats that somebody watches, waking watchers, collecting old versions. Decides nothing about
+bytes: that is the store's, the converter's and the manifest's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import shutil
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import grpc.aio
+import xxhash
+
+from contracts import codec
+from contracts.errors import BadInputError, RetryError
+from contracts.pb import weights_pb2, weights_pb2_grpc
+from contracts.rpc import CHUNK_BYTES, answering, start_server
+from contracts.types import FileEntry, WeightFormat
+from weight_sync import durable
+from weight_sync.config import WeightsConfig
+from weight_sync.convert import Options, StoppedError, convert_directory
+from weight_sync.manifest import CorruptError, is_plain_name, verify_directory
+from weight_sync.store import VersionStore
+
+log = logging.getLogger(__name__)
+
+_FETCH_LINGERS_S = 60.0  # a version fetched this recently is not collected
+_CONVERT_AGAIN_S = 5.0  # after a full disk and the like
+
+
+@contextlib.contextmanager
+def _full_disk_is_temporary() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RetryError("the disk of the weight store is full") from error
+        raise
+
+
+def _format(name: str) -> WeightFormat:
+    if name not in set(WeightFormat):
+        raise BadInputError("weight format", expected=", ".join(WeightFormat), found=name)
+    return WeightFormat(name)
+
+
+class WeightService(weights_pb2_grpc.WeightsServicer):
+    """Serves one store, between `start` and `close`."""
+
+    def __init__(self, store: VersionStore, config: WeightsConfig) -> None:
+        self._store, self._config = store, config
+        self._changed = asyncio.Condition()
+        self._work = asyncio.Event()
+        self._closing = False
+        self._background: set[asyncio.Task[None]] = set()
+        self._watchers: Counter[WeightFormat] = Counter()
+        self._fetches: Counter[int] = Counter()  # open streams by version
+        self._fetched_at: dict[int, float] = {}
+        self._newest = dict.fromkeys(WeightFormat, 0)
+        self._failures: dict[WeightFormat, tuple[int, Exception]] = {}  # version it is about
+        self._messages: dict[WeightFormat, weights_pb2.Manifest] = {}  # shared by all watchers
+        self._bytes_published = 0
+        self._bytes_fetched = 0
+        for version in store.versions():
+            for format in store.formats(version):
+                self._newest[format] = version
+
+    def start(self) -> None:
+        self._background.add(asyncio.create_task(self._convert_forever()))
+
+    async def close(self) -> None:
+        """Ends the watches, then waits for the conversion and the commits under way."""
+        self._closing = True
+        self._work.set()
+        await self._wake()
+        await asyncio.gather(*self._background)
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # Publish
+
+    async def Publish(self, request_iterator, context):
+        async with answering(context):
+            with _full_disk_is_temporary():
+                first = await anext(aiter(request_iterator), None)
+                if first is None or first.WhichOneof("kind") != "header":
+                    raise BadInputError("publish", expected="a header first", found="none")
+                version = first.header.version
+                files = [codec.file_from_pb(entry) for entry in first.header.files]
+                _check_header(version, files)
+                if not await asyncio.to_thread(self._store.holds, version, files):
+                    await self._receive(request_iterator, version, files)
+            return weights_pb2.PublishReply(version=version)
+
+    async def _receive(
+        self,
+        requests: AsyncIterator[weights_pb2.PublishRequest],
+        version: int,
+        files: list[FileEntry],
+    ) -> None:
+        staged = await asyncio.to_thread(self._store.stage)
+        try:
+            total = sum(entry.num_bytes for entry in files)
+            free = shutil.disk_usage(staged).free
+            if total > free:
+                raise RetryError(
+                    f"the disk of the weight store is full: expected {total / 1e6:.1f} MB free, "
+                    f"found {free / 1e6:.1f} MB"
+                )
+            await _write_files(requests, staged, files)
+            # Once the bytes are here the commit and its announcement belong together, even if the
+            # publisher leaves before the answer.
+            commit = asyncio.create_task(self._commit(staged, version, files))
+            self._background.add(commit)
+            commit.add_done_callback(self._background.discard)
+            await asyncio.shield(commit)
+        finally:
+            await asyncio.to_thread(durable.remove_tree, staged)
+
+    async def _commit(self, staged: Path, version: int, files: list[FileEntry]) -> None:
+        await asyncio.to_thread(self._store.commit, staged, version, files)
+        num_bytes = sum(entry.num_bytes for entry in files)
+        log.info("version %d published, %d bytes", version, num_bytes)
+        self._bytes_published += num_bytes
+        await self._announce(version, WeightFormat.BF16)
+
+    async def _announce(self, version: int, format: WeightFormat) -> None:
+        self._newest[format] = max(version, self._newest[format])
+        recent = {
+            version
+            for version, at in self._fetched_at.items()
+            if time.monotonic() - at < _FETCH_LINGERS_S
+        }
+        removed = await asyncio.to_thread(
+            self._store.collect, self._config.keep_versions, recent | set(+self._fetches)
+        )
+        for old in removed:
+            self._fetched_at.pop(old, None)
+        self._work.set()
+        await self._wake()
+
+    # Convert
+
+    async def _convert_forever(self) -> None:
+        while not self._closing:
+            pending = self._next_conversion()
+            if pending is None:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            version, format = pending
+            try:
+                await asyncio.to_thread(self._convert, version, format)
+            except StoppedError:
+                return
+            except (RetryError, OSError) as error:
+                log.warning("version %d to %s: %s; trying again", version, format, error)
+                with contextlib.suppress(TimeoutError):
+                    self._work.clear()
+                    await asyncio.wait_for(self._work.wait(), _CONVERT_AGAIN_S)
+            except Exception as error:
+                # Only another version can help; watchers of the format are told why.
+                log.error("version %d to %s: %s", version, format, error)
+                self._failures[format] = (version, error)
+                await self._wake()
+            else:
+                await self._announce(version, format)
+
+    def _next_conversion(self) -> tuple[int, WeightFormat] | None:
+        """The newest version in the first watched format that lacks it."""
+        latest = self._newest[WeightFormat.BF16]
+        for format, watchers in self._watchers.items():
+            behind = self._newest[format] < latest
+            if watchers and behind and not self._failure(format):
+                return latest, format
+        return None
+
+    def _convert(self, version: int, format: WeightFormat) -> None:
+        source = self._store.directory(version, WeightFormat.BF16)
+        verify_directory(source, self._store.manifest(version, WeightFormat.BF16))
+        options = Options(
+            format=format,
+            recipe=self._config.nvfp4_recipe,
+            ignore=self._config.ignore,
+            threads=self._config.convert_threads,
+        )
+        start = time.monotonic()
+        staged = self._store.stage()
+        try:
+            target = staged / format
+            plan = convert_directory(source, target, options, should_stop=lambda: self._closing)
+            self._store.add_format(target, version, format, recipe=plan.recipe)
+        finally:
+            durable.remove_tree(staged)
+        log.info("version %d in %s after %.2f s", version, format, time.monotonic() - start)
+
+    # Watch
+
+    async def Watch(self, request, context):
+        async with answering(context):
+            format, sent = _format(request.format), request.after
+            self._watchers[format] += 1
+            self._work.set()
+            try:
+                while not self._closing:
+                    if self._newest[format] > sent:
+                        message = self._message(format)
+                        sent = message.version
+                        yield message
+                        continue
+                    if failure := self._failure(format):
+                        raise failure
+                    async with self._changed:
+                        await self._changed.wait_for(partial(self._has_news, format, sent))
+            finally:
+                self._watchers[format] -= 1
+
+    def _has_news(self, format: WeightFormat, sent: int) -> bool:
+        return self._closing or self._newest[format] > sent or self._failure(format) is not None
+
+    def _failure(self, format: WeightFormat) -> Exception | None:
+        """Why the newest version cannot be had in a format."""
+        version, failure = self._failures.get(format, (0, None))
+        return failure if version == self._newest[WeightFormat.BF16] else None
+
+    def _message(self, format: WeightFormat) -> weights_pb2.Manifest:
+        version = self._newest[format]
+        message = self._messages.get(format)
+        if message is None or message.version != version:
+            message = codec.manifest_to_pb(self._store.manifest(version, format))
+            self._messages[format] = message
+        return message
+
+    # Fetch
+
+    async def Fetch(self, request, context):
+        async with answering(context):
+            version, format = request.version, _format(request.format)
+            manifest = await asyncio.to_thread(self._store.manifest, version, format)
+            entry = next((e for e in manifest.files if e.name == request.file), None)
+            if entry is None or not 0 <= request.offset <= entry.num_bytes:
+                raise BadInputError(
+                    f"fetch from version {version} in {format}",
+                    expected="a file and an offset of its manifest",
+                    found=f"{request.file!r} at {request.offset}",
+                )
+            self._fetches[version] += 1
+            hasher = xxhash.xxh3_128()
+            try:
+                path = self._store.directory(version, format) / entry.name
+                async for chunk in _read(path, request.offset):
+                    hasher.update(chunk)
+                    self._bytes_fetched += len(chunk)
+                    yield weights_pb2.FetchReply(data=chunk)
+            finally:
+                self._fetches[version] -= 1
+                self._fetched_at[version] = time.monotonic()
+            if request.offset == 0 and hasher.hexdigest() != entry.checksum:
+                await self._repair(version, format, entry.name)
+
+    async def _repair(self, version: int, format: WeightFormat, name: str) -> None:
+        """Stored bytes have changed. A converted format is made again; BF16 waits for a newer."""
+        log.error("version %d in %s: %s is corrupt on disk", version, format, name)
+        if format != WeightFormat.BF16:
+            await asyncio.to_thread(self._store.discard, version, format)
+            held = [v for v in self._store.versions() if format in self._store.formats(v)]
+            self._newest[format] = max(held, default=0)
+            self._messages.pop(format, None)
+            self._work.set()
+        raise CorruptError(f"version {version} in {format}: {name} is corrupt on disk")
+
+    # Status
+
+    async def Status(self, request, context):
+        async with answering(context):
+            versions = await asyncio.to_thread(self._store.versions)
+            return weights_pb2.StatusReply(
+                latest_version=versions[-1] if versions else 0,
+                versions=versions,
+                latest_by_format={str(f): v for f, v in self._newest.items() if v},
+                bytes_published=self._bytes_published,
+                bytes_fetched=self._bytes_fetched,
+            )
+
+
+def _check_header(version: int, files: list[FileEntry]) -> None:
+    if version < 1:
+        raise BadInputError("publish", expected="a version from 1", found=version)
+    names = [entry.name for entry in files]
+    if not files or len(set(names)) != len(names) or not all(map(is_plain_name, names)):
+        raise BadInputError("publish", expected="distinct plain file names", found=names)
+    if any(entry.num_bytes < 0 for entry in files):
+        raise BadInputError("publish", expected="file sizes from 0", found=files)
+
+
+async def _write_files(
+    requests: AsyncIterator[weights_pb2.PublishRequest], staged: Path, files: list[FileEntry]
+) -> None:
+    """The stream's bytes into the announced files; their content is checked by the commit."""
+    data = memoryview(b"")
+    for entry in files:
+        missing = entry.num_bytes
+        with (staged / entry.name).open("xb") as file:
+            while missing:
+                if not data:
+                    request = await anext(aiter(requests), None)
+                    if request is None:
+                        raise RetryError(f"the stream ended {missing} bytes before {entry.name}")
+                    data = memoryview(request.data)
+                    continue
+                part, data = data[:missing], data[missing:]
+                await asyncio.to_thread(file.write, part)
+                missing -= len(part)
+    if data or await anext(aiter(requests), None) is not None:
+        raise BadInputError("publish", expected="the bytes announced", found="more")
+
+
+async def _read(path: Path, offset: int) -> AsyncIterator[bytes]:
+    """A file's bytes from `offset`, one chunk in memory at a time."""
+    file: BinaryIO = await asyncio.to_thread(path.open, "rb")
+    try:
+        file.seek(offset)
+        while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
+            yield chunk
+    finally:
+        file.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    store: VersionStore, config: WeightsConfig, *, address: str, token: str
+) -> AsyncIterator[tuple[grpc.aio.Server, int]]:
+    """A running server and its port; stops within about a second on leaving."""
+    service = WeightService(store, config)
+    server, port = await start_server(
+        address,
+        token,
+        lambda server: weights_pb2_grpc.add_WeightsServicer_to_server(service, server),
+    )
+    service.start()
+    try:
+        yield server, port
+    finally:
+        await service.close()
+        await server.stop(grace=1.0)
