@@ -79,7 +79,7 @@ class SamplingParams:
     max_new_tokens: int = 128
     num_candidates: int = 64  # recorded where nothing is truncated
     stop_token_ids: tuple[int, ...] = ()
-    seed: int = 0
+    seed: int = 0  # 0: none chosen, the engine takes one from the session
 
     def __post_init__(self) -> None:
         for rule, good, found in (

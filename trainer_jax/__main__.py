@@ -32,6 +32,7 @@ RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run file"
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="may be repeated")
 ]
+LOG_WIDTH = 120
 XLA_CACHE = Path(".cache") / "xla"
 
 
@@ -52,7 +53,7 @@ def train(
 
     config = load_run(run_file, overrides or ())
     config = config.with_sections(check_others(config))
-    console = Console()
+    console = _console()
     if dry_run:
         print_plan(console, config)
         return
@@ -93,7 +94,7 @@ def evaluate(
     config = load_run(run_file, settings)
     config = config.with_sections(check_others(config))
     with _stop_on_signals() as stop_requested:
-        result = evaluate_checkpoint(config, Console(), stop_requested=stop_requested)
+        result = evaluate_checkpoint(config, _console(), stop_requested=stop_requested)
     import json
 
     text = json.dumps(result.to_json(), indent=2, sort_keys=True)
@@ -138,6 +139,12 @@ def sft(run_file: RunFile, overrides: Overrides = None) -> None:
     config = validate_section(SftConfig, "sft", sections.get("sft", {}))
     run_sft(config)
     print(config.out)
+
+
+def _console() -> Console:
+    """Standard output; wide enough for the tables where nobody says how wide it is."""
+    console = Console()
+    return console if console.is_terminal else Console(width=LOG_WIDTH)
 
 
 def _prepare() -> None:

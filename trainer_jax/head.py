@@ -52,6 +52,8 @@ def candidate_logits(
     Returns:
         logits in float32 (float64 when an input is), with the leading axes of `hidden_TxD`.
     """
+    hidden_TxD, head_weight_VxD = jnp.asarray(hidden_TxD), jnp.asarray(head_weight_VxD)
+    candidate_ids_TxK = jnp.asarray(candidate_ids_TxK)
     flat = hidden_TxD.ndim == 2
     if flat:
         hidden_TxD, candidate_ids_TxK = hidden_TxD[None], candidate_ids_TxK[None]

@@ -113,6 +113,7 @@ class Loop:
         )
         self._stream: GroupStream | None = None
         self._unsettled: _Unsettled | None = None
+        self._settled_at = 0.0  # elapsed seconds
         self._dropped: Counter[str] = Counter()
 
     def _open_metrics(self) -> MetricsLog:
@@ -195,6 +196,7 @@ class Loop:
 
     def _train(self) -> str:
         self._stream = GroupStream(self._services.client, cursor=self._sequence)
+        self._settled_at = self.elapsed_seconds
         train = self._config.train
         while self._step < train.updates:
             self._view.phase(f"update {self._step + 1} of {train.updates}")
@@ -274,7 +276,8 @@ class Loop:
         done, self._unsettled = self._unsettled, None
         metrics = done.update.metrics()
         now = self.elapsed_seconds
-        last = self._metrics.records[-1]["elapsed_seconds"] if self._metrics.records else 0.0
+        seconds = max(now - self._settled_at, 1e-9)
+        self._settled_at = now
         record = {
             "step": done.step,
             "version": done.version,
@@ -284,9 +287,8 @@ class Loop:
             **self._fleet_record(),
             "time/update": done.update.seconds,
             "time/publish": self._publisher.seconds,
-            "time/step": now - last,
-            "tokens_per_second/sampled": done.record.get("sampled_tokens", 0)
-            / max(now - last, 1e-9),
+            "time/step": seconds,
+            "tokens_per_second/sampled": done.record.get("sampled_tokens", 0) / seconds,
             "tokens_per_second/trained": done.update.num_tokens / max(done.update.seconds, 1e-9),
             **{f"dropped/{name}": num for name, num in self._dropped.items()},
         }

@@ -101,16 +101,21 @@ class Update:
         self._optimizer = optimizer
         self._mesh = mesh
         self._group_names = group_names
+        self._replicated = NamedSharding(mesh, PartitionSpec())
         self._shardings = param_shardings(mesh, shapes)
         self._state_shardings = self._shardings_of_state(shapes)
         self._zeros = jax.jit(
             lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=self._shardings
         )
         self._accumulate = jax.jit(
-            self._accumulate_one, donate_argnums=(1, 2), out_shardings=(self._shardings, None, None)
+            self._accumulate_one,
+            donate_argnums=(1, 2),
+            out_shardings=(self._shardings, self._replicated, self._replicated),
         )
         self._apply = jax.jit(
-            self._apply_grads, donate_argnums=(0, 1), out_shardings=(self._state_shardings, None)
+            self._apply_grads,
+            donate_argnums=(0,),
+            out_shardings=(self._state_shardings, self._replicated),
         )
 
     @property
@@ -125,19 +130,19 @@ class Update:
             opt_state = self._optimizer.init(params)
             return TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
 
-        placed = jax.device_put(params, self._shardings)
+        # the state is donated to every update, so it must not share memory with the caller's arrays
+        placed = jax.device_put(params, self._shardings, may_alias=False)
         return jax.jit(fresh, out_shardings=self._state_shardings)(placed)
 
     def _shardings_of_state(self, shapes: Params) -> Any:
-        replicated = NamedSharding(self._mesh, PartitionSpec())
         opt_state = optax.tree_utils.tree_map_params(
             self._optimizer,
             lambda _, sharding: sharding,
             jax.eval_shape(self._optimizer.init, shapes),
             self._shardings,
-            transform_non_params=lambda _: replicated,
+            transform_non_params=lambda _: self._replicated,
         )
-        step: Any = replicated
+        step: Any = self._replicated
         return TrainState(params=self._shardings, opt_state=opt_state, step=step)
 
     def _accumulate_one(self, params, grads, sums, batch: Batch, scalars: _Scalars):
@@ -172,7 +177,8 @@ class Update:
         """
         denominator = self._denominator(batches)
         grads = self._zeros(state.params)
-        sums = loss_metrics.no_sums(len(self._group_names))
+        # placed like what comes back, or the second micro-batch would compile anew
+        sums = jax.device_put(loss_metrics.no_sums(len(self._group_names)), self._replicated)
         scalars = _Scalars(jnp.int32(version), jnp.float32(denominator))
         values = []
         for batch in batches:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from sampler_fleet.engines.checkpoint import Checkpoint
 from sampler_fleet.engines.model import Qwen3Moe, StepBatch
 from sampler_fleet.engines.precision import ActivationFormat, KvCache, Precision
 from sampler_fleet.engines.sampling import Draw, draw, stream_seed, uniforms
-from sampler_fleet.engines.scheduler import Record, Scheduler, Sequence
+from sampler_fleet.engines.scheduler import Record, Running, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -45,25 +46,7 @@ _WEIGHTS_FOR = {  # activations are quantized only together with weights of the 
 }
 
 
-class _Stream:
-    """Chunks on their way from the worker to one consumer's event loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._chunks: asyncio.Queue[Completion | Exception] = asyncio.Queue()
-
-    def put(self, item: Completion | Exception) -> None:
-        """Called by the worker."""
-        try:
-            self._loop.call_soon_threadsafe(self._chunks.put_nowait, item)
-        except RuntimeError:  # the loop has been closed: nobody listens
-            log.debug("a chunk arrived after its event loop had closed")
-
-    async def get(self) -> Completion:
-        item = await self._chunks.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
+_Item = Completion | Exception
 
 
 class EmbeddedEngine:
@@ -119,7 +102,8 @@ class EmbeddedEngine:
         )
         self._model: Qwen3Moe | None = None
         self._cache: KvCache | None = None
-        self._streams: dict[str, _Stream] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one that calls us
+        self._streams: dict[str, tuple[GenerateRequest, asyncio.Queue[_Item]]] = {}
         self._failure: DirtyProcessError | None = None
         self._closed = False
         self._rate: deque[tuple[float, int]] = deque(maxlen=4096)
@@ -141,7 +125,7 @@ class EmbeddedEngine:
             began = time.monotonic()
             checkpoint, model = await asyncio.to_thread(self._prepare, Path(directory), manifest)
             prepared = time.monotonic()
-            loop, switched = asyncio.get_running_loop(), asyncio.Event()
+            self._loop, switched = asyncio.get_running_loop(), asyncio.Event()
             pause_seconds = 0.0
 
             def switch() -> None:
@@ -154,7 +138,7 @@ class EmbeddedEngine:
                     )
                 self._model = model
                 pause_seconds = time.perf_counter() - start
-                loop.call_soon_threadsafe(switched.set)
+                self._call(switched.set)
 
             self._commands.put(switch)
             self._check_alive()
@@ -172,15 +156,19 @@ class EmbeddedEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         self._check(request)
-        stream = self._streams[request.request_id] = _Stream()
-        # from here on a worker that stops tells the stream; one that has stopped is seen here
-        self._check_alive()
+        self._loop = asyncio.get_running_loop()
+        stream: asyncio.Queue[_Item] = asyncio.Queue()
+        self._streams[request.request_id] = (request, stream)
         seed = stream_seed(request.sampling.seed, request.session_id, self._seed)
-        self._commands.put(lambda: self._scheduler.add(request, seed))
         finished = False
         try:
+            # a worker that stops from here on tells the stream; one that has stopped is seen here
+            self._check_alive()
+            self._commands.put(lambda: self._scheduler.add(request, seed))
             while not finished:
                 chunk = await stream.get()
+                if isinstance(chunk, Exception):
+                    raise chunk
                 finished = chunk.finish_reason is not None
                 yield chunk
         finally:
@@ -298,7 +286,7 @@ class EmbeddedEngine:
             return
         sequences = [work[index][0] for index in complete]
         logits = model.logits(hidden[torch.from_numpy(batch.last_rows[complete])])
-        if not logits.isfinite().all():
+        if not math.isfinite(logits.sum().item()):  # one that isn't spoils the sum
             raise FloatingPointError(f"version {model.version} gives logits that are not finite")
         drawn = draw(
             logits,
@@ -310,7 +298,7 @@ class EmbeddedEngine:
         )
         self._postprocess(sequences, drawn, model.version)
 
-    def _postprocess(self, sequences: list[Sequence], drawn: Draw, version: int) -> None:
+    def _postprocess(self, sequences: list[Running], drawn: Draw, version: int) -> None:
         finished, chunks = [], []
         columns = zip(
             sequences,
@@ -334,33 +322,47 @@ class EmbeddedEngine:
             if reason is not None or len(record) >= self._chunk_tokens:
                 chunks.append((sequence.request, record.take(reason)))
         self._scheduler.finish(finished)  # first, so that a client finds its session free
-        for request, chunk in chunks:
-            self._deliver(request, chunk)
+        self._deliver(chunks)
         self._rate.append((time.monotonic(), len(sequences)))
 
-    def _deliver(self, request: GenerateRequest, chunk: Completion) -> None:
-        if stream := self._streams.get(request.request_id):
-            stream.put(chunk)
+    def _deliver(self, items: Sequence[tuple[GenerateRequest, _Item]]) -> None:
+        """Hands items to the streams of their requests, waking the event loop once."""
+
+        def put() -> None:
+            for request, item in items:
+                wanted, stream = self._streams.get(request.request_id, (None, None))
+                if stream is not None and wanted is request:  # an id may be used again
+                    stream.put_nowait(item)
+
+        if items:
+            self._call(put)
+
+    def _call(self, action: Callable[[], object]) -> None:
+        """Has the event loop do it."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(action)
+        except RuntimeError:
+            log.debug("the event loop has closed: nobody listens")
 
     def _abort(self, request_id: str) -> bool:
         """Whether the request was known."""
         found = self._scheduler.abort(request_id)
-        if isinstance(found, Sequence):
-            self._deliver(found.request, found.record.take(FinishReason.ABORT))
-        elif found is not None:
-            self._deliver(found, Record().take(FinishReason.ABORT))
-        return found is not None
+        if found is None:
+            return False
+        request, record = found
+        self._deliver([(request, record.take(FinishReason.ABORT))])
+        return True
 
     def _stop(self) -> None:
         self._closed = True
-        for request_id, stream in tuple(self._streams.items()):
-            if not self._abort(request_id):
-                stream.put(Record().take(FinishReason.ABORT))
+        for request, _ in tuple(self._streams.values()):
+            if not self._abort(request.request_id):
+                self._deliver([(request, Record().take(FinishReason.ABORT))])
 
     def _fail(self, reason: str) -> None:
         """From here on every call and every stream gets the same answer."""
         self._failure = DirtyProcessError(reason)
-        for stream in tuple(self._streams.values()):
-            stream.put(self._failure)
+        self._deliver([(request, self._failure) for request, _ in tuple(self._streams.values())])
         self._closed = True
         self._commands.put(lambda: None)  # wakes a worker that waits

@@ -258,7 +258,7 @@ class Qwen3Moe:
         # x rotated = x * cos + (x with its halves swapped) * (-sin, sin)
         cos_Nx1xh = torch.cat([cos, cos], dim=-1).unsqueeze(1)
         sin_Nx1xh = torch.cat([-sin, sin], dim=-1).unsqueeze(1)
-        x = self._embed_VxD[batch.tokens_N]
+        x = self._embed_VxD.index_select(0, batch.tokens_N)
         for index, layer in enumerate(self._layers):
             normed = self._rms_norm(x, layer.input_norm_D)
             qkv = round(layer.qkv(normed)).unflatten(-1, (-1, self.config.head_dim))

@@ -38,7 +38,7 @@ class Session:
 
 
 @dataclass(kw_only=True)
-class Sequence:
+class Running:
     """A request that runs: its buffer is the session's, `num_tokens` long and growing."""
 
     request: GenerateRequest
@@ -117,7 +117,7 @@ class Scheduler:
     def __init__(self, *, num_slots: int, max_context: int, prefill_tokens: int) -> None:
         self.num_slots = num_slots
         self.max_context = max_context
-        self.running: list[Sequence] = []
+        self.running: list[Running] = []
         self.waiting: deque[tuple[GenerateRequest, int]] = deque()
         self._prefill_tokens = prefill_tokens
         self._sessions: dict[str, Session] = {}
@@ -136,16 +136,16 @@ class Scheduler:
     def add(self, request: GenerateRequest, seed: int) -> None:
         self.waiting.append((request, seed))
 
-    def abort(self, request_id: str) -> Sequence | GenerateRequest | None:
-        """Takes the request out, running or waiting; None if it is unknown."""
+    def abort(self, request_id: str) -> tuple[GenerateRequest, Record] | None:
+        """Takes the request out, running or waiting, with what it sampled; None if unknown."""
         for sequence in self.running:
             if sequence.request.request_id == request_id:
                 self.finish([sequence])
-                return sequence
+                return sequence.request, sequence.record
         for entry in self.waiting:
             if entry[0].request_id == request_id:
                 self.waiting.remove(entry)
-                return entry[0]
+                return entry[0], Record()
         return None
 
     def end_session(self, session_id: str) -> None:
@@ -156,7 +156,7 @@ class Scheduler:
             if not session.busy:
                 self._free(session)
 
-    def schedule(self) -> list[tuple[Sequence, Segment]]:
+    def schedule(self) -> list[tuple[Running, Segment]]:
         """Admits what fits, then picks the tokens of the next step."""
         self._admit()
         work, budget = [], self._prefill_tokens
@@ -172,7 +172,7 @@ class Scheduler:
                 work.append((sequence, segment))
         return work
 
-    def computed(self, work: Iterable[tuple[Sequence, Segment]]) -> list[int]:
+    def computed(self, work: Iterable[tuple[Running, Segment]]) -> list[int]:
         """Marks the segments' keys as cached; says which of them end their buffer."""
         complete = []
         for index, (sequence, segment) in enumerate(work):
@@ -181,7 +181,7 @@ class Scheduler:
                 complete.append(index)
         return complete
 
-    def finish(self, sequences: Iterable[Sequence]) -> None:
+    def finish(self, sequences: Iterable[Running]) -> None:
         """Ends requests; their sessions keep the KV cache unless they have ended, too."""
         for sequence in sequences:
             self.running.remove(sequence)
@@ -206,7 +206,7 @@ class Scheduler:
             session.tokens[:num_tokens] = request.tokens
             session.busy, session.ended = True, False
             self.running.append(
-                Sequence(
+                Running(
                     request=request,
                     session=session,
                     seed=seed,

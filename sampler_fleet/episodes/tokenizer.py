@@ -62,6 +62,8 @@ FRAMES = (
     SUBMIT_COMMAND,
     "sed -i '",
     "cat -n ",
+    "grep -n -A5 'def ",
+    "' ",
     "grep -n def ",
     "cat README.md",
     NO_OUTPUT,

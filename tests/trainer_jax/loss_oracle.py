@@ -1,4 +1,4 @@
-"""The estimator by brute force: numpy, one token at a time, every token of the vocabulary looked at.
+"""The estimator by brute force: numpy, one token at a time, over the whole vocabulary.
 
 Deliberately shares nothing with the implementation: the sampler's distribution is written out over
 the whole vocabulary, ratios are formed, and expectations are sums over all tokens.

@@ -8,17 +8,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from tests.trainer_jax.loss_oracle import ARMS, Arm, estimate, kl, policy, sampler, softmax, wrong_estimate
 
+from tests.trainer_jax.loss_oracle import (
+    ARMS,
+    Arm,
+    estimate,
+    kl,
+    policy,
+    sampler,
+    softmax,
+    wrong_estimate,
+)
 from trainer_jax.head import candidate_logits
-from trainer_jax.loss import objective_from_logits
+from trainer_jax.loss import LogBand, SamplerRecord, objective_from_logits, token_objective
 
 V = 6
 ids_of_arm = [f"{a.importance}-{'sc' if a.center else 'plain'}-{a.replay}" for a in ARMS]
 every_arm = pytest.mark.parametrize("arm", ARMS, ids=ids_of_arm)
-examples = settings(max_examples=15, deadline=None, derandomize=True)
+examples = settings(max_examples=12, deadline=None, derandomize=True)
+# failing on purpose: nothing to shrink
+control = settings(examples, max_examples=40, phases=[Phase.generate])
 
 logits = st.lists(st.floats(-4, 4, width=32), min_size=V, max_size=V).map(np.array)
 
@@ -40,16 +51,17 @@ def cases(draw, *, complete: bool = False):
     return z, support, softmax((z + error)[support])
 
 
-@functools.partial(jax.jit, static_argnames=("importance", "low", "high", "center", "replay"))
-def gradient(z_TxV, a_T, ids_TxK, logq_TxK, logq_T, A_T, mask_T, *, importance, low, high, center, replay):
+@functools.partial(jax.jit, static_argnames=("arm",))
+def gradient(z_TxV, *record, arm):
+    """(gradient by the logits, metrics); called with [V, V] to compile once per arm."""
+
     def objective(z_TxV):
         return objective_from_logits(
-            z_TxV, a_T, ids_TxK, logq_TxK, logq_T, A_T, mask_T,
-            importance=importance, ratio_low=low, ratio_high=high, center=center, replay=replay,
-            temperature=1.0, num_tokens=1,
-        )[0]  # fmt: skip
+            z_TxV, *record, importance=arm.importance, ratio_low=arm.low, ratio_high=arm.high,
+            center=arm.center, replay=arm.replay, num_tokens=1,
+        )  # fmt: skip
 
-    return jax.grad(objective)(z_TxV)
+    return jax.grad(objective, has_aux=True)(z_TxV)
 
 
 def record(support, q_support):
@@ -64,7 +76,7 @@ def autodiff(z, drawn, support, q_support, q_drawn, advantage, arm: Arm):
     T = len(drawn)
     ids, logq = record(support, q_support)
     pad = [0] * (V - T)
-    out = gradient(
+    out, _ = gradient(
         np.tile(z, (V, 1)),
         np.array([*drawn, *pad]),
         np.tile(ids, (V, 1)),
@@ -72,11 +84,7 @@ def autodiff(z, drawn, support, q_support, q_drawn, advantage, arm: Arm):
         np.log(np.array([*q_drawn, *[1.0] * (V - T)])),
         np.array([*advantage, *pad], float),
         np.arange(V) < T,
-        importance=arm.importance,
-        low=arm.low,
-        high=arm.high,
-        center=arm.center,
-        replay=arm.replay,
+        arm=arm,
     )
     assert not np.any(np.asarray(out)[T:])
     return np.asarray(out)[:T]
@@ -87,7 +95,9 @@ def expectation(z, support, q_support, reward, arm: Arm, how=autodiff):
     q = sampler(policy(z, support, arm), support, q_support, arm)
     drawn = np.flatnonzero(q)
     if how is autodiff:
-        return autodiff(z, drawn, support, q_support, q[drawn], reward[drawn] * q[drawn], arm).sum(0)
+        return autodiff(z, drawn, support, q_support, q[drawn], reward[drawn] * q[drawn], arm).sum(
+            0
+        )
     return sum(q[a] * reward[a] * how(z, a, support, q_support, q[a], arm) for a in drawn)
 
 
@@ -134,7 +144,9 @@ def test_constant_advantage_does_not_drift(arm, case):
 @examples
 def test_partial_record_does_not_drift_if_the_tail_is_proportional(importance, case, tail):
     z, support, q_support = case
-    no_drift((z, support, q_support * (1 - tail)), Arm(importance=importance, center=True, replay=False))
+    no_drift(
+        (z, support, q_support * (1 - tail)), Arm(importance=importance, center=True, replay=False)
+    )
 
 
 @pytest.mark.parametrize("importance", ["masked", "truncated"])
@@ -147,12 +159,12 @@ def test_the_wrong_estimator_fails(importance, replay):
     arm = Arm(importance=importance, center=True, replay=replay)
 
     @given(case=cases(complete=True))
-    @examples
+    @control
     def never_drifts(case):
         no_drift(case, arm, wrong_estimate)
 
     @given(case=cases(complete=True))
-    @examples
+    @control
     def is_the_closed_form(case):
         z, support, q_support = case
         a, q_a = support[0], q_support[0]
@@ -235,7 +247,7 @@ def test_order_and_constants_do_not_matter(arm, case, data, shift):
         assert not np.any(got[:, outside])
 
 
-@every_arm
+@pytest.mark.parametrize("arm", [a for a in ARMS if a.center and a.importance != "truncated"])
 def test_through_the_head(arm):
     """Property 6, with respect to hidden states and head weights."""
     rng = np.random.default_rng(0)
@@ -251,9 +263,8 @@ def test_through_the_head(arm):
         [A[t] * estimate(z[t], drawn[t], supports[t], q[t], q_drawn[t], arm) for t in range(T)]
     )
 
+    @jax.jit
     def objective(hidden, head):
-        from trainer_jax.loss import LogBand, SamplerRecord, token_objective
-
         ids = jnp.asarray(np.stack(supports))
         out = candidate_logits(
             hidden, head, ids, normalizer=not arm.replay, temperature=0.7, chunk_tokens=2
@@ -279,28 +290,24 @@ def test_through_the_head(arm):
 
 @every_arm
 def test_splitting_and_padding_the_batch(arm):
-    """Property 4: parts of a batch, more padding."""
+    """Property 4: parts of a batch, and padding anywhere in a row."""
     rng = np.random.default_rng(1)
-    T, K = 6, 3
-    z = rng.normal(size=(T, V)) * 2
-    ids = np.stack([rng.permutation(V)[:K] for _ in range(T)])
-    q = np.stack([softmax(rng.normal(size=K)) for _ in range(T)])
-    args = (z, ids[:, 0], ids, np.log(q), np.log(q[:, 0]), rng.normal(size=T), np.ones(T, bool))
-    settings_ = {
-        "importance": arm.importance, "ratio_low": arm.low, "ratio_high": arm.high,
-        "center": arm.center, "replay": arm.replay, "temperature": 1.3, "num_tokens": T,
-    }  # fmt: skip
+    K = 3
+    z = rng.normal(size=(V, V)) * 2
+    ids, logq = np.full((V, V), -1), np.full((V, V), -np.inf)
+    ids[:, :K] = [rng.permutation(V)[:K] for _ in range(V)]
+    logq[:, :K] = np.log([softmax(rng.normal(size=K)) for _ in range(V)])
+    drawn, drawn_logq, A = ids[:, 0], logq[:, 0], rng.normal(size=V)
 
-    def run(args):
-        return jax.grad(lambda z: objective_from_logits(z, *args[1:], **settings_)[0])(args[0])
+    def run(ids, logq, mask):
+        return gradient(z, drawn, ids, logq, drawn_logq, A, mask, arm=arm)[0]
 
-    whole = run(args)
-    parts = [run([x[part] for x in args]) for part in (slice(0, 2), slice(2, 6))]
-    np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-12)
-    wide = list(args)
-    wide[2] = np.concatenate([np.full((T, 2), -1), ids, np.full((T, 3), -1)], axis=1)
-    wide[3] = np.pad(args[3], ((0, 0), (2, 3)), constant_values=-np.inf)
-    np.testing.assert_allclose(run(wide), whole, atol=1e-12)
+    whole = run(ids, logq, np.ones(V, bool))
+    first = np.arange(V) < 2
+    np.testing.assert_allclose(run(ids, logq, first) + run(ids, logq, ~first), whole, atol=1e-12)
+    order = np.array([2, 5, 1, 4, 0, 3])
+    moved = run(ids[:, order], logq[:, order], np.ones(V, bool))
+    np.testing.assert_allclose(moved, whole, atol=1e-12)
 
 
 @every_arm
@@ -312,11 +319,10 @@ def test_metrics_by_brute_force(arm):
     p = policy(z, support, arm)
     ids, logq = record(support, q_support)
     drawn = support[:3]
-    _, metrics = objective_from_logits(
-        np.tile(z, (3, 1)), drawn, np.tile(ids, (3, 1)), np.tile(logq, (3, 1)),
-        np.log(q_support[:3]), np.ones(3), np.ones(3, bool),
-        importance=arm.importance, ratio_low=arm.low, ratio_high=arm.high, center=arm.center,
-        replay=arm.replay, num_tokens=3,
+    rows = np.arange(V) < 3
+    _, metrics = gradient(
+        np.tile(z, (V, 1)), np.where(rows, support[np.arange(V) % 4], 0), np.tile(ids, (V, 1)),
+        np.tile(logq, (V, 1)), np.log(q_support)[np.arange(V) % 4], np.ones(V), rows, arm=arm,
     )  # fmt: skip
     r = p[drawn] / q_support[:3]
     q = sampler(p, support, q_support, arm)

@@ -22,8 +22,11 @@ MAX = np.float32(448)
 # Keeps the division of an all-zero block defined: 1e-12 rounded to BF16, as slime has it.
 _SMALLEST_AMAX = np.float32(bf16.widen(np.array([0x2B8D], np.uint16))[0])
 
+_TILE_COLUMNS = 4 * BLOCK  # worked on at a time, so that intermediates stay in the cache
+
 _NORMAL_FROM = 0x3C800000  # bits of 2^-6, the smallest normal E4M3
-_REBIAS = (127 - 7) << 3
+# Almost half a unit in the last place, minus the difference of the biases; wraps for subnormals.
+_ROUND_AND_REBIAS = np.uint32(0x7FFFF + 2**32 - ((127 - 7) << 23))
 _SUBNORMAL_ADDEND = np.float32(2.0**14)  # float32 from here on has units of 2^-9
 
 
@@ -47,15 +50,17 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
     """float32 in [-448, 448] to E4M3 codes (uint8), to nearest, ties to even; keeps -0.0."""
     bits = values.view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
-    codes = (magnitude >> 20) & 1
-    codes += magnitude
-    codes += 0x7FFFF
-    codes >>= 20
-    codes -= _REBIAS  # wraps below the normal range, which the next lines overwrite
-    small = (magnitude.view(np.float32) + _SUBNORMAL_ADDEND).view(np.uint32)
-    np.copyto(codes, small - _SUBNORMAL_ADDEND.view(np.uint32), where=magnitude < _NORMAL_FROM)
-    codes |= (bits >> 24) & 0x80
-    return codes.astype(np.uint8)
+    rounded = magnitude >> 20
+    rounded &= 1
+    rounded += magnitude
+    rounded += _ROUND_AND_REBIAS
+    rounded >>= 20
+    codes = rounded.astype(np.uint8)
+    subnormal = np.flatnonzero(magnitude < _NORMAL_FROM)  # few, as a rule
+    shifted = magnitude.reshape(-1)[subnormal].view(np.float32) + _SUBNORMAL_ADDEND
+    codes.reshape(-1)[subnormal] = shifted.view(np.uint32) - _SUBNORMAL_ADDEND.view(np.uint32)
+    codes |= ((bits >> 24) & 0x80).astype(np.uint8)
+    return codes
 
 
 def encode(bits_NxK: np.ndarray, *, name: str) -> Fp8Block:
@@ -69,18 +74,27 @@ def encode(bits_NxK: np.ndarray, *, name: str) -> Fp8Block:
     """
     bf16.amax(bits_NxK, name)
     N, K = bits_NxK.shape
-    column_starts = np.arange(0, K, BLOCK)
     codes = np.empty((N, K), np.uint8)
-    scale_inv = np.empty((-(-N // BLOCK), len(column_starts)), np.float32)
-    for row, start in enumerate(range(0, N, BLOCK)):
-        x = bf16.widen(bits_NxK[start : start + BLOCK])
-        column_amax = np.maximum(x.max(axis=0), -x.min(axis=0))
-        block_amax = np.maximum.reduceat(column_amax, column_starts)
-        scale_inv[row] = np.maximum(block_amax, _SMALLEST_AMAX) / MAX
-        x /= np.repeat(scale_inv[row], BLOCK)[:K]
-        np.clip(x, -MAX, MAX, out=x)
-        codes[start : start + BLOCK] = to_e4m3(x)
+    scale_inv = np.empty((-(-N // BLOCK), -(-K // BLOCK)), np.float32)
+    for row in range(0, N, BLOCK):
+        for column in range(0, K, _TILE_COLUMNS):
+            tile = np.s_[row : row + BLOCK, column : column + _TILE_COLUMNS]
+            codes[tile], scales = _encode_row_of_blocks(bits_NxK[tile])
+            first = column // BLOCK
+            scale_inv[row // BLOCK, first : first + len(scales)] = scales
     return Fp8Block(codes, scale_inv)
+
+
+def _encode_row_of_blocks(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most 128 rows: their codes, and one scale per 128 columns."""
+    columns = bits.shape[1]
+    magnitudes = (bits & 0x7FFF).max(axis=0)
+    block_amax = bf16.widen(np.maximum.reduceat(magnitudes, np.arange(0, columns, BLOCK)))
+    scales = np.maximum(block_amax, _SMALLEST_AMAX) / MAX
+    x = bf16.widen(bits)
+    # Rounding of the scale puts a quotient at most one unit above 448, which rounds back to it.
+    x /= np.repeat(scales, BLOCK)[:columns]
+    return to_e4m3(x), scales
 
 
 def decode(block: Fp8Block) -> np.ndarray:

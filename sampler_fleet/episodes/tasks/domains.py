@@ -129,7 +129,7 @@ def PICK_NOUN(ITEMS, AMOUNT):
 """,
     ),
     domain(
-        packages="school campus class",
+        packages="school campus academy",
         modules="grade exam pupil",
         nouns="grade exam pupil test",
         functions="""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from random import Random
 
 from contracts.errors import BadInputError
@@ -39,6 +39,7 @@ class Problem:
 
     task: Task
     path: str  # of the module at fault
+    function: str  # at fault
     repair: Edit
     near_misses: tuple[Edit, ...]  # plausible edits in the function at fault, all of them wrong
     far_misses: tuple[Edit, ...]  # such edits elsewhere in its module
@@ -59,6 +60,44 @@ class _Function:
     @property
     def source(self) -> str:
         return self.render(self.variant.source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FaultyModule:
+    """Functions in a file, the fault in one of them."""
+
+    path: str
+    functions: tuple[_Function, ...]
+    target: _Function
+    fault: Fault
+
+    @cached_property
+    def right(self) -> str:
+        return _join([function.source for function in self.functions])
+
+    @cached_property
+    def wrong(self) -> str:
+        return _join(self._sources)
+
+    @cached_property
+    def _sources(self) -> list[str]:
+        faulty = self.target.render(self.fault.source)
+        return [faulty if f is self.target else f.source for f in self.functions]
+
+    def edit(self, change: Change, function: _Function) -> Edit:
+        """A change of one function as an edit of the file."""
+        above = self._sources[: self.functions.index(function)]
+        return Edit(
+            path=self.path,
+            line=change.line + sum(source.count("\n") + 2 for source in above),
+            old=function.render(change.old),
+            new=function.render(change.new),
+        )
+
+    def misses(self, function: _Function, source: str) -> tuple[Edit, ...]:
+        """Plausible edits of a function whose source is `source` that don't repair the file."""
+        edits = (self.edit(change.with_spaces(source), function) for change in _changes(source))
+        return tuple(e for e in edits if e.apply(self.wrong) not in (self.right, self.wrong))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,49 +173,50 @@ def _draw(split: str, domain: Domain, template: Template, rng: Random) -> Proble
     rng.shuffle(functions)
 
     package = rng.choice(domain.packages)
-    modules = rng.sample(domain.modules, rng.randint(2, len(domain.modules)))
-    path = f"{package}/{modules[0]}.py"
-    right = _module([f.source for f in functions])
-    wrong_sources = [target.render(fault.source) if f is target else f.source for f in functions]
-    wrong = _module(wrong_sources)
-
-    def edit(change: Change, function: _Function) -> Edit:
-        above = wrong_sources[: functions.index(function)]
-        return Edit(
-            path=path,
-            line=change.line + sum(source.count("\n") + 2 for source in above),
-            old=function.render(change.old),
-            new=function.render(change.new),
-        )
-
-    def misses(function: _Function, source: str) -> Iterator[Edit]:
-        for change in _changes(source):
-            miss = edit(change, function)
-            if miss.apply(wrong) not in (right, wrong):
-                yield miss
-
-    repair = edit(fault.undo, target)
-    if repair.apply(wrong) != right:
+    names = rng.sample(domain.modules, rng.randint(2, len(domain.modules)))
+    module = _FaultyModule(
+        path=f"{package}/{names[0]}.py", functions=tuple(functions), target=target, fault=fault
+    )
+    repair = module.edit(fault.undo.with_spaces(fault.source), target)
+    if repair.apply(module.wrong) != module.right:
         return None
-    rest = {
-        f"{package}/{module}.py": [
+    others = {
+        f"{package}/{name}.py": [
             _companion(split, domain, variant, rng, used) for _ in range(rng.randint(1, 2))
         ]
-        for module in modules[1:]
+        for name in names[1:]
     }
-    dotted = path.removesuffix(".py").replace("/", ".")
+    return Problem(
+        task=_write_task(split, module, others, rng),
+        path=module.path,
+        function=target.name,
+        repair=repair,
+        near_misses=module.misses(target, fault.source),
+        far_misses=tuple(miss for f in beside for miss in module.misses(f, f.variant.source)),
+    )
+
+
+def _write_task(
+    split: str, module: _FaultyModule, others: Mapping[str, Sequence[_Function]], rng: Random
+) -> Task:
+    """`others`: the functions of the package's other modules, by path."""
+    target, fault = module.target, module.fault
+    beside = [function for function in module.functions if function is not target]
     shown, hidden = _examples(fault, target, beside, rng)
+    package, file = module.path.split("/")
+    name = file.removesuffix(".py")
+    dotted = f"{package}.{name}"
     tree = {
-        "README.md": _readme(package, {path: functions, **rest}),
+        "README.md": _readme(package, {module.path: module.functions, **others}),
         f"{package}/__init__.py": "",
-        path: wrong,
-        **{other: _module([f.source for f in fs]) for other, fs in rest.items()},
-        f"tests/test_{modules[0]}.py": _tests(dotted, [_call_of(beside[0], rng)]),
+        module.path: module.wrong,
+        **{path: _join([f.source for f in functions]) for path, functions in others.items()},
+        f"tests/test_{name}.py": _tests(dotted, [_call_of(beside[0], rng)]),
     }
-    task = Task(
-        task_id=f"{template.name}-{_digest(tree)}",
+    return Task(
+        task_id=f"{target.variant.template}-{_digest(tree)}",
         split=split,
-        template=template.name,
+        template=target.variant.template,
         issue=(
             f"{dotted}.{target.name}({shown.arguments}) {shown.outcome}, "
             f"expected {shown.expected}. {rng.choice(SYMPTOMS[fault.undo.kind])}"
@@ -185,14 +225,7 @@ def _draw(split: str, domain: Domain, template: Template, rng: Random) -> Proble
         hidden_tests={HIDDEN_TEST: _tests(dotted, hidden)},
         fail_to_pass=_test_ids(hidden[:NUM_HIDDEN], 1),
         pass_to_pass=_test_ids(hidden[NUM_HIDDEN:], NUM_HIDDEN + 1),
-        fix={path: right},
-    )
-    return Problem(
-        task=task,
-        path=path,
-        repair=repair,
-        near_misses=tuple(misses(target, fault.source)),
-        far_misses=tuple(miss for f in beside for miss in misses(f, f.variant.source)),
+        fix={module.path: module.right},
     )
 
 
@@ -253,7 +286,7 @@ def _beside(
     beside = [_companion(split, domain, target.variant, rng, used)]
     if rng.random() < 0.5:
         other = _companion(split, domain, target.variant, rng, used)
-        if _module([f.source for f in (target, *beside, other)]).count("\n") <= _MAX_LINES:
+        if _join([f.source for f in (target, *beside, other)]).count("\n") <= _MAX_LINES:
             beside.append(other)
     return beside
 
@@ -273,7 +306,7 @@ def _call_of(function: _Function, rng: Random) -> _Call:
     return _Call(name=function.name, example=rng.choice(examples))
 
 
-def _module(sources: Sequence[str]) -> str:
+def _join(sources: Sequence[str]) -> str:
     """Sources apart by one blank line."""
     return "\n\n".join(sources) + "\n"
 

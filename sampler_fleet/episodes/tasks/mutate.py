@@ -11,7 +11,7 @@ import ast
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # token -> what replaces it, by symptom kind
 _SWAPS: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -77,6 +77,9 @@ def _swap_table() -> dict[str, tuple[tuple[str, str], ...]]:
 SWAPS = _swap_table()
 
 
+_SPACED = frozenset({"+", "-", "//", "%", "<", "<=", ">", ">=", "==", "!=", "+=", "-="})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """Replace `old` by `new` at one place of a source. Lines count from 1, columns from 0."""
@@ -86,6 +89,17 @@ class Change:
     old: str
     new: str
     kind: str
+
+    def with_spaces(self, source: str) -> Change:
+        """The same change with the spaces around a binary operator: what stands in the file.
+
+        ` * ` stays bare: after a space, `sed` reads the star as a repetition.
+        """
+        text = source.split("\n")[self.line - 1]
+        end = self.column + len(self.old)
+        if self.old in _SPACED and text[self.column - 1] == " " == text[end : end + 1]:
+            return replace(self, column=self.column - 1, old=f" {self.old} ", new=f" {self.new} ")
+        return self
 
     def apply(self, source: str) -> str:
         lines = source.split("\n")

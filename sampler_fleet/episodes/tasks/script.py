@@ -19,15 +19,15 @@ from sampler_fleet.episodes.tasks.edit import Edit
 from sampler_fleet.episodes.tasks.generate import Problem
 from sampler_fleet.episodes.tasks.shell import run_command
 
+CONTEXT_LINES = 5  # after a `def`: enough for every template
+
 
 class ScriptConfig(Section):
     """How often the expert errs, as probabilities per episode."""
 
-    wrong_edit: float = Field(default=0.4, ge=0, le=1)
+    wrong_edit: float = Field(default=0.25, ge=0, le=1)
     far_edit: float = Field(default=0.15, ge=0, le=1)  # of the wrong ones: in another function
-    wrong_line: float = Field(
-        default=0.15, ge=0, le=1
-    )  # of the wrong ones: a line off
+    wrong_line: float = Field(default=0.15, ge=0, le=1)  # of the wrong ones: a line off
     look_around: float = Field(default=0.05, ge=0, le=1)  # a command that helps nobody
     malformed: float = Field(default=0.015, ge=0, le=1)  # a reply without a tool call
     early_submit: float = Field(default=0.015, ge=0, le=1)  # nothing edited
@@ -58,8 +58,8 @@ def _commands(problem: Problem, config: ScriptConfig, rng: Random) -> Iterator[s
     path = problem.path
     if rng.random() < config.look_around:
         folder = path.split("/")[0]
-        yield rng.choice(("ls", f"ls {folder}", "cat README.md", f"grep -n def {path}"))
-    yield f"cat -n {path}"
+        yield rng.choice(("ls", f"ls {folder}", "cat README.md", f"cat -n {path}"))
+    yield f"grep -n -A{CONTEXT_LINES} 'def {problem.function}' {path}"
     if rng.random() >= config.early_submit:
         yield _choose_edit(problem, config, rng).command
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from sampler_fleet.episodes.tasks.edit import Edit
 
 _SED = re.compile(r"sed -i '(\d+)s\|([^|]+)\|([^|]*)\|' (\S+)")
+_GREP = re.compile(r"grep -n -A(\d+) '(def \w+)' (\S+)")
 
 
 def run_command(command: str, tree: dict[str, str]) -> tuple[int, str]:
@@ -21,6 +22,10 @@ def run_command(command: str, tree: dict[str, str]) -> tuple[int, str]:
         line, old, new, path = edit.groups()
         tree[path] = Edit(path=path, line=int(line), old=old, new=new).apply(tree[path])
         return 0, ""
+    grep = _GREP.fullmatch(command)
+    if grep:
+        after, text, path = grep.groups()
+        return _grep(text, int(after), tree[path].splitlines())
     for prefix, act in _ACTS.items():
         if command.startswith(prefix):
             return act(command.removeprefix(prefix), tree)
@@ -36,10 +41,16 @@ def _number(path: str, tree: dict[str, str]) -> tuple[int, str]:
     return 0, "".join(f"{number:6d}\t{line}\n" for number, line in enumerate(lines, 1))
 
 
-def _grep_def(path: str, tree: dict[str, str]) -> tuple[int, str]:
-    lines = enumerate(tree[path].splitlines(), 1)
-    found = [f"{number}:{line}\n" for number, line in lines if "def" in line]
-    return (0 if found else 1), "".join(found)
+def _grep(text: str, after: int, lines: list[str]) -> tuple[int, str]:
+    """Lines that hold `text`, each with the lines after it; `--` between runs apart."""
+    hits = {number for number, line in enumerate(lines, 1) if text in line}
+    shown = sorted({n for hit in hits for n in range(hit, min(hit + after, len(lines)) + 1)})
+    output = ""
+    for position, number in enumerate(shown):
+        if position and number != shown[position - 1] + 1:
+            output += "--\n"
+        output += f"{number}{':' if number in hits else '-'}{lines[number - 1]}\n"
+    return (0 if hits else 1), output
 
 
 def _cat(path: str, tree: dict[str, str]) -> tuple[int, str]:
@@ -58,7 +69,6 @@ _ACTS: dict[str, Callable[[str, dict[str, str]], tuple[int, str]]] = {
     "echo ": _echo,
     "cat -n ": _number,
     "cat ": _cat,
-    "grep -n def ": _grep_def,
     "ls ": _list,
     "ls": _list,
 }

@@ -136,8 +136,10 @@ def test_abort_takes_out_running_and_waiting_requests():
     add(s, "a", [1, 2, 3], "running")
     add(s, "b", [1], "waiting")
     step(s)
-    assert s.abort("waiting").request_id == "waiting"
-    assert s.abort("running").request.request_id == "running"
+    for name in ("waiting", "running"):
+        found = s.abort(name)
+        assert found is not None
+        assert found[0].request_id == name
     assert s.abort("running") is None
     assert not s.has_work
     add(s, "a", [1, 2, 3, 4], max_new_tokens=1)

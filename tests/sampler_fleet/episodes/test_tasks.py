@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import keyword
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from sampler_fleet.episodes.tasks.edit import Edit
 from sampler_fleet.episodes.tasks.evidence import MAX_RIVALS, find_faults
 from sampler_fleet.episodes.tasks.generate import SPLITS, generate_problems
 from sampler_fleet.episodes.tasks.mutate import SYMPTOMS, find_changes
+from sampler_fleet.episodes.tasks.templates import ROLES
 
 TEMPLATES = [template for domain in DOMAINS for template in domain.templates]
 
@@ -65,6 +67,15 @@ def run_hidden_tests(tmp_path: Path, trees: list[tuple[Task, dict[str, str]]]) -
     )
     assert done.returncode == 0, done.stderr
     return [set(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def read_issue(task: Task) -> tuple[str, ...]:
+    """Module, function, arguments, outcome and what was expected."""
+    match = re.fullmatch(
+        r"([\w.]+)\.(\w+)\((.*)\) ((?:returned|raised) .*), expected (.*?)\. [A-Z].*", task.issue
+    )
+    assert match
+    return match.groups()
 
 
 class _Anonymous(ast.NodeTransformer):
@@ -129,6 +140,14 @@ class TestTemplates:
                 assert fault.undo.apply(fault.source) == variant.source
                 assert fault.num_rivals <= MAX_RIVALS
                 assert fault.undo.kind in SYMPTOMS
+
+    def test_names_are_no_keywords(self):
+        verbs = {"COMPUTE", "TOTAL", "TALLY", "CHECK", "BOUND", "FORMAT", "PICK"}
+        pools = [role.names for word, role in ROLES.items() if word not in verbs]
+        pools += [(*d.packages, *d.modules, *d.nouns) for d in DOMAINS]
+        for name in itertools.chain.from_iterable(pools):
+            assert name.isidentifier()
+            assert not keyword.iskeyword(name)
 
 
 class TestChanges:
@@ -220,10 +239,7 @@ class TestTasks:
         """Neither returning what the issue expects always, nor for its call alone, passes."""
         trees = []
         for task in generate_tasks("train", 60, 3) + generate_tasks("heldout", 30, 3):
-            name, arguments, expected = re.fullmatch(
-                r"[\w.]+\.(\w+)\((.*)\) (?:returned|raised) .*, expected (.*?)\. [A-Z].*",
-                task.issue,
-            ).groups()
+            _, name, arguments, _, expected = read_issue(task)
             (path,) = task.fix
             for cheat in (
                 f"def {name}(*args):\n    return {expected}\n",
@@ -238,10 +254,7 @@ class TestTasks:
         """Its call really gives what it says, and what it expects after the repair."""
         trees = []
         for task in generate_tasks("train", 60, 9):
-            module, name, arguments, outcome, expected = re.fullmatch(
-                r"([\w.]+)\.(\w+)\((.*)\) ((?:returned|raised) .*), expected (.*?)\. [A-Z].*",
-                task.issue,
-            ).groups()
+            module, name, arguments, outcome, expected = read_issue(task)
             call = f"{name}({arguments})"
             says = (
                 f"    assert repr({call}) == {outcome.removeprefix('returned ')!r}\n"

@@ -1,0 +1,303 @@
+"""An update against the plain way: every trajectory alone, dense logits, one gradient."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from contracts.errors import BadInputError
+from tests.trainer_jax.random_trajectories import random_groups
+from trainer_jax.advantages import advantages_of
+from trainer_jax.batch import pack
+from trainer_jax.loss import LossConfig, objective_from_logits
+from trainer_jax.mesh import make_mesh
+from trainer_jax.models.config import ModelConfig
+from trainer_jax.models.qwen3_moe import head_weight, hidden_states, init_params
+from trainer_jax.records import RecordRules
+from trainer_jax.step import make_update
+
+NAMES = ("bf16", "fp8")
+CONFIG = ModelConfig(
+    vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=8, initializer_range=0.3,
+)  # fmt: skip
+PARAMS = init_params(CONFIG, jax.random.key(0))
+TEMPERATURE = 0.8
+
+
+def batches_of(groups, loss, *, rows=2, row_tokens=64, num_shards=1):
+    rules = RecordRules(group_names=NAMES, vocab_size=64, replay=loss.replay, max_candidates=16)
+    advantages = advantages_of(groups, normalize=loss.normalize_advantages)
+    return pack(
+        groups, advantages, row_tokens=row_tokens, rows=rows, candidate_buckets=(4, 16),
+        rules=rules, num_shards=num_shards,
+    )  # fmt: skip
+
+
+def run(groups, loss, *, shape=None, optimizer=None, params=PARAMS, freeze_router=False, **packing):
+    """One SGD step of size 1: the gradient is the difference of the parameters."""
+    update = make_update(
+        CONFIG, loss, optimizer or optax.sgd(1.0), make_mesh(shape or {}), group_names=NAMES,
+        temperature=TEMPERATURE, freeze_router=freeze_router,
+    )  # fmt: skip
+    batches = batches_of(groups, loss, num_shards=update.num_shards, **packing)
+    state, pending = update(update.init(params), batches, version=4)
+    assert int(state.step) == 1
+    gradient = jax.tree.map(
+        lambda new, old: np.asarray(new) - np.asarray(old), state.params, params
+    )
+    return gradient, pending.read()
+
+
+def dense_logits(params, tokens):
+    tokens = jnp.asarray(tokens)[None]
+    hidden = hidden_states(
+        params, CONFIG, tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens)
+    )
+    return (hidden[0] @ head_weight(params).T) / TEMPERATURE
+
+
+def records(trajectory):
+    """Padded candidate sets of a trajectory, and where its trained tokens are predicted."""
+    sets = trajectory.candidates
+    ids, logp = np.full((len(sets), 16), -1), np.full((len(sets), 16), -np.inf, np.float32)
+    for n in range(len(sets)):
+        own = slice(sets.offsets[n], sets.offsets[n + 1])
+        ids[n, : sets.counts[n]], logp[n, : sets.counts[n]] = sets.ids[own], sets.logp[own]
+    return np.flatnonzero(trajectory.loss_mask) - 1, ids, logp
+
+
+def alone(params, trajectory, advantage, loss):
+    """The objective of one trajectory, not divided by anything."""
+    at, ids, logp = records(trajectory)
+    T = len(at)
+    return objective_from_logits(
+        dense_logits(params, trajectory.tokens)[at], trajectory.tokens[at + 1], ids, logp,
+        trajectory.sampler_logp, np.full(T, advantage, np.float32), np.ones(T, bool),
+        importance="none" if loss.importance == "sequence" else loss.importance,
+        ratio_low=loss.ratio_low, ratio_high=loss.ratio_high, center=loss.center,
+        replay=loss.replay, num_tokens=1,
+    )[0]  # fmt: skip
+
+
+def log_ratios(trajectory):
+    """log p - log q of the trained tokens, without replay."""
+    at, _, _ = records(trajectory)
+    logp = jax.nn.log_softmax(dense_logits(PARAMS, trajectory.tokens)[at])
+    return logp[np.arange(len(at)), trajectory.tokens[at + 1]] - trajectory.sampler_logp
+
+
+def scored(groups):
+    for group, values in zip(groups, advantages_of(groups, normalize=False), strict=True):
+        for trajectory, advantage in zip(group.trajectories, values, strict=True):
+            if trajectory.reward is not None:
+                yield trajectory, float(advantage)
+
+
+def assert_same(got, want, **tolerance):
+    for (path, g), w in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        np.testing.assert_allclose(
+            g, w, err_msg=jax.tree_util.keystr(path), **{"rtol": 2e-3, "atol": 2e-5} | tolerance
+        )
+
+
+def expect(groups, terms, denominator):
+    """Gradient of sum of `terms(params, trajectory, advantage)` over the denominator."""
+
+    def total(params):
+        values = [terms(params, t, advantage) for t, advantage in scored(groups)]
+        return functools.reduce(jnp.add, values) / denominator
+
+    return jax.grad(total)(PARAMS)
+
+
+@pytest.mark.parametrize("arm", ["sc+mis+top-p", "sc+mis", "grpo+tis"])
+def test_packed_update_is_the_sum_of_trajectories(arm):
+    loss = LossConfig(arm=arm)
+    groups = random_groups(whole=loss.replay)
+    gradient, metrics = run(groups, loss)
+    num_tokens = sum(len(t.sampler_logp) for t, _ in scored(groups))
+    want = expect(groups, functools.partial(alone, loss=loss), num_tokens)
+    assert metrics["num_tokens"] == num_tokens
+    assert_same(gradient, want)
+    norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(want)))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-3)
+
+
+def test_reductions():
+    groups = random_groups()
+    one = run(groups, LossConfig(arm="grpo+top-p", reduction="constant", constant=1000.0))[0]
+    want = expect(groups, functools.partial(alone, loss=LossConfig(arm="grpo+top-p")), 1000.0)
+    assert_same(one, want, atol=2e-6)
+    loss = LossConfig(arm="grpo+top-p", reduction="sequence-mean")
+
+    def mean(params, trajectory, advantage):
+        return alone(params, trajectory, advantage, loss) / len(trajectory.sampler_logp)
+
+    assert_same(run(groups, loss)[0], expect(groups, mean, 7))
+
+
+def test_gspo():
+    """The weight of every token is its trajectory's geometric mean ratio, clipped as PPO clips."""
+    groups = random_groups(whole=False)
+    ratios = {t.session_id: float(np.exp(log_ratios(t).mean())) for t, _ in scored(groups)}
+    low, high = float(np.median(list(ratios.values()))) * np.array([0.999, 1.001])
+    loss = LossConfig(arm="gspo").model_copy(update={"ratio_low": low, "ratio_high": high})
+    clipped = {
+        t.session_id: ratios[t.session_id] > high if a > 0 else ratios[t.session_id] < low
+        for t, a in scored(groups)
+    }
+    assert any(clipped.values()) and not all(clipped.values())
+
+    def term(params, trajectory, advantage):
+        ratio = 0.0 if clipped[trajectory.session_id] else ratios[trajectory.session_id]
+        scale = ratio / len(trajectory.sampler_logp)
+        return scale * alone(params, trajectory, advantage, loss)
+
+    assert_same(run(groups, loss)[0], expect(groups, term, 7))
+
+
+def test_off_policy_sequence_masking():
+    """Trajectories with A < 0 and mean log(q/p) above the limit are dropped, others are not."""
+    groups = random_groups(whole=False)
+    gaps = {t.session_id: -float(log_ratios(t).mean()) for t, _ in scored(groups)}
+    limit = float(np.median(list(gaps.values())))
+    loss = LossConfig(arm="grpo+mis", off_policy_limit=limit)
+    dropped = {t.session_id for t, a in scored(groups) if a < 0 and gaps[t.session_id] > limit}
+    assert 0 < len(dropped) < sum(gap > limit for gap in gaps.values())
+
+    def term(params, trajectory, advantage):
+        kept = 0.0 if trajectory.session_id in dropped else 1.0
+        return alone(params, trajectory, kept * advantage, loss)
+
+    num_tokens = sum(len(t.sampler_logp) for t, _ in scored(groups))
+    assert_same(run(groups, loss)[0], expect(groups, term, num_tokens))
+
+
+def test_packing_does_not_matter():
+    """Other rows, micro-batches and orders: the same gradient and the same metrics."""
+    loss = LossConfig()
+    groups = random_groups()
+    want, want_metrics = run(groups, loss, rows=2, row_tokens=64)
+    turned = [replace(g, trajectories=g.trajectories[::-1]) for g in groups[::-1]]
+    for packing in ({"rows": 1, "row_tokens": 32}, {"rows": 4, "row_tokens": 16}):
+        got, metrics = run(turned, loss, **packing)
+        assert_same(got, want, rtol=1e-3, atol=1e-6)
+        assert metrics.keys() == want_metrics.keys()
+        for name, value in want_metrics.items():
+            np.testing.assert_allclose(metrics[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_compiles_once_for_all_micro_batches_and_updates():
+    loss = LossConfig()
+    update = make_update(CONFIG, loss, optax.adam(1e-3), make_mesh({}), group_names=NAMES)
+    batches = batches_of(random_groups(), loss, rows=1, row_tokens=32)
+    assert len(batches) > 2
+    state = update.init(PARAMS)
+    for version in (4, 5):
+        state, _ = update(state, batches, version=version)
+    assert update._accumulate._cache_size() == update._apply._cache_size() == 1
+
+
+def test_metrics_of_groups_and_staleness_add_up():
+    groups = random_groups()
+    _, metrics = run(groups, LossConfig())
+    tokens = {name: metrics[f"group/{name}/num_tokens"] for name in NAMES}
+    assert sum(tokens.values()) == metrics["num_tokens"]
+    for name in ("kl", "entropy", "share_out_of_band", "abs_dlogp", "masked_q_mass"):
+        mean = sum(n * metrics[f"group/{g}/{name}"] for g, n in tokens.items())
+        np.testing.assert_allclose(mean / metrics["num_tokens"], metrics[name], rtol=1e-4)
+    staleness = 4 - np.concatenate([t.version for t, _ in scored(groups)])
+    np.testing.assert_allclose(metrics["staleness/mean"], staleness.mean(), rtol=1e-5)
+    assert metrics["staleness/max"] == 3
+    assert metrics["staleness/1/num_tokens"] == (staleness == 1).sum()
+    assert metrics["staleness/2-3/num_tokens"] == (staleness == 3).sum()
+    assert "staleness/0/kl" not in metrics
+    shares = [metrics[f"group/{g}/share_of_out_of_band_tokens"] for g in NAMES]
+    np.testing.assert_allclose(sum(shares), 1, rtol=1e-5)
+
+
+def test_a_sampler_that_agrees():
+    """Records made by the policy itself: the ratio is 1, the KL 0, and centering has no work."""
+    groups = []
+    for group in random_groups():
+        members = []
+        for t in group.trajectories:
+            logits = np.asarray(dense_logits(PARAMS, t.tokens))
+            own, logp = [], []
+            for n, index in enumerate(np.flatnonzero(t.loss_mask)):
+                ids = t.candidates.ids[t.candidates.offsets[n] : t.candidates.offsets[n + 1]]
+                logp.append(np.asarray(jax.nn.log_softmax(logits[index - 1][ids])))
+                own.append(logp[-1][list(ids).index(t.tokens[index])])
+            sets = replace(t.candidates, logp=np.concatenate(logp))
+            members.append(replace(t, candidates=sets, sampler_logp=np.array(own, np.float32)))
+        groups.append(replace(group, trajectories=tuple(members)))
+    gradient, metrics = run(groups, LossConfig())
+    for name in ("kl", "k3", "abs_dlogp_max", "share_out_of_band", "centering_norm"):
+        np.testing.assert_allclose(metrics[name], 0, atol=1e-5, err_msg=name)
+    for name in ("ess", "ratio_mean", "weight_mean"):
+        np.testing.assert_allclose(metrics[name], 1, atol=1e-5, err_msg=name)
+    plain, _ = run(groups, LossConfig(arm="grpo+top-p"))
+    assert_same(gradient, plain, atol=1e-5)
+
+
+def test_bands_of_groups():
+    """A group whose band keeps nothing teaches through its centering term alone."""
+    groups = random_groups()
+    narrow = {"fp8": {"ratio_low": 0.9999, "ratio_high": 1.0001}}
+    _, metrics = run(groups, LossConfig(bands=narrow))
+    assert metrics["group/fp8/share_out_of_band"] > metrics["group/bf16/share_out_of_band"]
+    assert metrics["group/fp8/masked_q_mass"] > 0.5
+
+
+def test_frozen_router():
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+    free, _ = run(random_groups(), LossConfig(), optimizer=optimizer)
+    frozen, _ = run(random_groups(), LossConfig(), optimizer=optimizer, freeze_router=True)
+    assert np.abs(free["layers"]["router"]).max() > 0
+    assert not frozen["layers"]["router"].any()
+    assert_same(frozen["layers"]["q"], free["layers"]["q"])
+
+
+def test_refusals():
+    update = make_update(CONFIG, LossConfig(), optax.sgd(1.0), make_mesh({}), group_names=NAMES)
+    with pytest.raises(BadInputError, match="trained token"):
+        update(update.init(PARAMS), [], version=1)
+    with pytest.raises(BadInputError, match="tpu"):
+        bands = {"tpu": {"ratio_low": 0.5, "ratio_high": 2.0}}
+        make_update(
+            CONFIG, LossConfig(bands=bands), optax.sgd(1.0), make_mesh({}), group_names=NAMES
+        )
+    bad = jax.tree.map(lambda x: x * np.float32(np.nan), PARAMS)
+    with pytest.raises(FloatingPointError):
+        run(random_groups(), LossConfig(), params=bad)
+
+
+def test_eight_devices_make_the_same_update():
+    """Data, FSDP, expert and tensor parallel, against one device."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trainer_jax.sharded_update"],
+        env={
+            **os.environ,
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
+            + " --xla_force_host_platform_device_count=8",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == {"meshes": 2}
