@@ -44,7 +44,12 @@ proto: setup ## regenerate contracts/pb from proto/
 	$(BIN)/python -m tools.generate_proto
 
 warmstart: setup ## reproduce examples/demo-checkpoint from the repository alone
+	$(BIN)/python -m sampler_fleet tokenizer --out build/warmstart/tokenizer
+	$(BIN)/python -m sampler_fleet demonstrations --tokenizer build/warmstart/tokenizer \
+		--num 32000 --seed 1 --out build/warmstart/demonstrations.npz
 	$(BIN)/python -m trainer_jax sft examples/warmstart.toml
+	rm -rf examples/demo-checkpoint
+	cp -r build/warmstart/checkpoint examples/demo-checkpoint
 
 clean: ## remove the environment, caches and runs
 	rm -rf .venv .cache runs build *.egg-info

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Bytes of the widest temporary: [C, K, D] rows of the head, or [C, V] logits.
+# Bytes of the widest temporary of a shard: [C, K, D] rows of the head, or [C, V] logits. With the
+# normalizer more than 256 tokens at once gain nothing in the products and lose the cache.
 CANDIDATE_CHUNK_BYTES = 16 << 20
 VOCABULARY_CHUNK_BYTES = 128 << 20
+VOCABULARY_CHUNK_TOKENS = 256
 
 
 class CandidateLogits(NamedTuple):
@@ -59,10 +61,11 @@ def candidate_logits(
         hidden_TxD, candidate_ids_TxK = hidden_TxD[None], candidate_ids_TxK[None]
     S, T, D = hidden_TxD.shape
     assert candidate_ids_TxK.shape[:2] == (S, T) and head_weight_VxD.shape[1] == D
-    if chunk_tokens is None:
-        width = len(head_weight_VxD) if normalizer else candidate_ids_TxK.shape[2] * D
-        budget = VOCABULARY_CHUNK_BYTES if normalizer else CANDIDATE_CHUNK_BYTES
-        chunk_tokens = budget // (4 * max(width, 1) * S)
+    if chunk_tokens is None and normalizer:
+        chunk_tokens = VOCABULARY_CHUNK_BYTES // (4 * len(head_weight_VxD))
+        chunk_tokens = min(chunk_tokens, VOCABULARY_CHUNK_TOKENS)
+    elif chunk_tokens is None:
+        chunk_tokens = CANDIDATE_CHUNK_BYTES // (4 * D * max(candidate_ids_TxK.shape[2], 1))
     how = _How(normalizer, max(1, min(chunk_tokens, T)), temperature)
     values: Any = _candidate_logits(how, hidden_TxD, head_weight_VxD, candidate_ids_TxK)
     out = CandidateLogits(*values)

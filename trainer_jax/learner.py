@@ -13,11 +13,11 @@ from typing import Any
 
 from contracts.types import TrajectoryGroup
 from trainer_jax.advantages import advantages_of
-from trainer_jax.batch import BatchShape, pack
+from trainer_jax.batch import Batch, BatchShape, pack
 from trainer_jax.config import RunConfig
 from trainer_jax.hf import load_checkpoint, save_checkpoint
 from trainer_jax.mesh import make_mesh
-from trainer_jax.records import RecordRules
+from trainer_jax.records import RecordRules, check_trajectory
 from trainer_jax.step import PendingMetrics, TrainState, make_update
 
 
@@ -86,16 +86,17 @@ class Learner:
         """Takes a state that was restored in the layout of `self.state`."""
         self.state = state
 
-    def update(self, groups: Sequence[TrajectoryGroup], version: int) -> PendingUpdate:
-        """Dispatches one optimizer step; the arrays of the state before it are gone.
+    def check(self, group: TrajectoryGroup) -> None:
+        """Raises BadInputError for a record that cannot be trained on, naming its sampler."""
+        for trajectory in group.trajectories:
+            if trajectory.reward is not None and trajectory.loss_mask.any():
+                check_trajectory(trajectory, self._rules)
 
-        Raises:
-            BadInputError: a record that cannot be trained on, with its sampler named.
-        """
-        advantages = advantages_of(groups, normalize=self._loss.normalize_advantages)
+    def pack(self, groups: Sequence[TrajectoryGroup]) -> list[Batch]:
+        """The micro-batches of an update from checked groups, in shapes used before if they fit."""
         batches = pack(
             groups,
-            advantages,
+            advantages_of(groups, normalize=self._loss.normalize_advantages),
             row_tokens=self._train.row_tokens,
             rows=self._train.micro_rows,
             candidate_buckets=self._train.candidate_buckets,
@@ -104,6 +105,10 @@ class Learner:
             at_least=tuple(self._shapes.values()),
         )
         self._shapes |= {batch.shape.row_tokens: batch.shape for batch in batches}
+        return batches
+
+    def update(self, batches: Sequence[Batch], version: int) -> PendingUpdate:
+        """Dispatches one optimizer step; the arrays of the state before it are gone."""
         self.state, pending = self._update(self.state, batches, version=version)
         num_tokens = sum(int((batch.segments_BxR > 0).sum()) for batch in batches)
         return PendingUpdate(pending, num_tokens)

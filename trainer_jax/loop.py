@@ -41,6 +41,7 @@ from trainer_jax.summary import build_summary, is_training, print_summary, write
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+MAX_REFUSED = 5  # groups in a row with a record that cannot be trained on
 
 
 class StopRequestedError(Exception):
@@ -55,7 +56,7 @@ class _Unsettled:
     version: int
     update: PendingUpdate
     record: Record
-    dispatched: float
+    seconds: float  # since the dispatch before: the pace of the run
 
 
 def staleness(group: TrajectoryGroup, version: int) -> int:
@@ -112,8 +113,10 @@ class Loop:
             scratch=self._path / "export",
         )
         self._stream: GroupStream | None = None
+        self._taken = self._sequence  # last group off the stream, trained on or not
+        self._acknowledged = (0, 0)
+        self._refused_in_a_row = 0
         self._unsettled: _Unsettled | None = None
-        self._settled_at = 0.0  # elapsed seconds
         self._dropped: Counter[str] = Counter()
 
     def _open_metrics(self) -> MetricsLog:
@@ -196,30 +199,32 @@ class Loop:
 
     def _train(self) -> str:
         self._stream = GroupStream(self._services.client, cursor=self._sequence)
-        self._settled_at = self.elapsed_seconds
+        dispatched_before = time.monotonic()
         train = self._config.train
         while self._step < train.updates:
             self._view.phase(f"update {self._step + 1} of {train.updates}")
             begun = time.monotonic()
             groups = self._collect(train.prompts_per_update)
             collected = time.monotonic()
+            batches = self._learner.pack(groups)
             self._publisher.detach()  # the update reuses the memory of the parameters before it
             record = batch_statistics(groups, self._version)
-            update = self._learner.update(groups, self._version)
+            update = self._learner.update(batches, self._version)
             self._step, self._version = self._step + 1, self._version + 1
             self._sequence = groups[-1].sequence
             self._publisher.submit(self._version, self._learner.params)
             self._settle()
             dispatched = time.monotonic()
-            record |= {"time/collect": collected - begun, "time/pack": dispatched - collected}
+            # dispatch: packing, the end of the update before this one, compilation
+            record |= {"time/collect": collected - begun, "time/dispatch": dispatched - collected}
             self._unsettled = _Unsettled(
                 step=self._step,
                 version=self._version,
                 update=update,
                 record=record,
-                dispatched=dispatched,
+                seconds=dispatched - dispatched_before,
             )
-            self._acknowledge()
+            dispatched_before = dispatched
             if self._step % train.checkpoint_every == 0:
                 self._save(wait=False)
             if train.stop_on_collapse and is_collapsed(self._watch):
@@ -233,20 +238,36 @@ class Loop:
         groups: list[TrajectoryGroup] = []
         while len(groups) < count:
             self._poll()
+            self._acknowledge()
             group = self._stream.get(POLL_S)
             if group is None:
                 continue
+            self._taken = group.sequence
             reason = refusal(
                 group,
                 version=self._version,
                 limit=self._config.train.staleness_limit,
                 refill=self._config.loss.zero_variance == "refill",
             )
+            reason = reason or self._check(group)
             if reason:
                 self._dropped[reason] += 1
             else:
                 groups.append(group)
         return groups
+
+    def _check(self, group: TrajectoryGroup) -> str:
+        """A record that cannot be trained on costs its group; many in a row stop the run."""
+        try:
+            self._learner.check(group)
+        except BadInputError as error:
+            self._refused_in_a_row += 1
+            if self._refused_in_a_row > MAX_REFUSED:
+                raise
+            self._view.say(f"group {group.sequence} is left out: {error}")
+            return "refused_groups"
+        self._refused_in_a_row = 0
+        return ""
 
     def _poll(self) -> None:
         """Between any two waits: services alive, metrics out, the view up to date, a stop seen."""
@@ -276,8 +297,6 @@ class Loop:
         done, self._unsettled = self._unsettled, None
         metrics = done.update.metrics()
         now = self.elapsed_seconds
-        seconds = max(now - self._settled_at, 1e-9)
-        self._settled_at = now
         record = {
             "step": done.step,
             "version": done.version,
@@ -287,8 +306,8 @@ class Loop:
             **self._fleet_record(),
             "time/update": done.update.seconds,
             "time/publish": self._publisher.seconds,
-            "time/step": seconds,
-            "tokens_per_second/sampled": done.record.get("sampled_tokens", 0) / seconds,
+            "time/step": done.seconds,
+            "tokens_per_second/sampled": done.record.get("sampled_tokens", 0) / done.seconds,
             "tokens_per_second/trained": done.update.num_tokens / max(done.update.seconds, 1e-9),
             **{f"dropped/{name}": num for name, num in self._dropped.items()},
         }
@@ -326,14 +345,18 @@ class Loop:
         return record
 
     def _acknowledge(self) -> None:
-        """Tells the gateway what is taken, and what a durable checkpoint lets it forget."""
+        """Tells the gateway what is taken, which makes room for more, and what a durable
+        checkpoint lets it forget; again and again until it was heard."""
         durable = self._checkpoints.durable()
+        news = (durable.sequence if durable else 0, self._taken)
+        if news == self._acknowledged:
+            return
         try:
-            self._services.client.acknowledge(
-                durable=durable.sequence if durable else 0, taken=self._sequence
-            )
+            self._services.client.acknowledge(durable=news[0], taken=news[1])
         except RetryError as error:
-            log.info("not acknowledged, the next update does it: %s", error)
+            log.info("not acknowledged yet: %s", error)
+        else:
+            self._acknowledged = news
 
     def _save(self, *, wait: bool) -> None:
         self._settle()  # the metrics up to this step are on disk before the step is durable

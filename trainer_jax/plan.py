@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from contracts.errors import BadInputError
 from contracts.rpc import RemoteInputError
 from contracts.runfile import write_resolved
 from trainer_jax.config import RunConfig
@@ -43,7 +44,31 @@ def check_others(config: RunConfig) -> dict[str, dict[str, Any]]:
         write_resolved(record, config.sections)
         for package in OTHERS:
             sections |= _check(package, record)
+    check_agreement(sections)
     return sections
+
+
+def check_agreement(sections: dict[str, dict[str, Any]]) -> None:
+    """What no component can check alone: that the samplers record what the loss needs.
+
+    Raises:
+        BadInputError: mask replay without a mask, candidate sets wider than the widest bucket.
+    """
+    sampling, widest = sections["sampling"], sections["train"]["candidate_buckets"][-1]
+    truncates = sampling["top_p"] < 1 or sampling["top_k"] > 0
+    if sections["loss"]["replay"] and not truncates:
+        raise BadInputError(
+            f"run file, loss.arm = {sections['loss']['arm']!r}",
+            expected="sampling.top_p < 1 or sampling.top_k > 0, whose sets are replayed",
+            found="sampling from the full vocabulary",
+        )
+    key = "top_k" if truncates else "num_candidates"
+    if sampling[key] > widest:
+        raise BadInputError(
+            f"run file, sampling.{key}",
+            expected=f"at most the widest of train.candidate_buckets, {widest}",
+            found=sampling[key],
+        )
 
 
 def _check(package: str, record: Path) -> dict[str, dict[str, Any]]:

@@ -22,11 +22,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from contracts.errors import BadInputError
+from contracts.types import Ending
 from trainer_jax.live import number
 from trainer_jax.metrics import Record, read_metrics
 from trainer_jax.summary import SUMMARY_FILE, percent
 
 REPORT_FILE = "report.html"
+ENDINGS = {e.replace("_", " "): f"ending/{e}" for e in Ending if e != Ending.FAILURE}
 # Stands for the page's text colour while matplotlib draws, so that light and dark both work.
 _INK = "#010203"
 # Okabe-Ito and three more: told apart with any colour vision, on white and on black.
@@ -153,20 +155,13 @@ def draw_plots(summary: Mapping[str, Any], records: Sequence[Record]) -> list[di
         (
             "How episodes end",
             "Shares of the trajectories of an update.",
-            lambda axes: _curves(axes, records, _endings(records)),
+            lambda axes: _curves(axes, records, ENDINGS),
         ),
     ]
     return [
         {"title": title, "note": note, "svg": Markup(_svg(title, draw))}
         for title, note, draw in plots
     ]
-
-
-def _endings(records: Sequence[Record]) -> dict[str, str]:
-    names = sorted(
-        {key for r in records for key, v in r.items() if key.startswith("ending/") and v}
-    )
-    return {name.removeprefix("ending/").replace("_", " "): name for name in names}
 
 
 def _curves(
@@ -193,8 +188,10 @@ def _curves(
         axes.set_yscale("log")
     axes.set_xlabel("update")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if drawn > 1:
-        axes.legend(ncols=1 if drawn < 4 else 2)
+    if len(names) > 1:
+        figure = axes.get_figure()
+        assert isinstance(figure, Figure)
+        figure.legend(loc="outside lower center", ncols=min(drawn, 4))
 
 
 def _pass_rates(axes: Axes, heldout: Mapping[str, Any]) -> None:

@@ -155,7 +155,8 @@ class Update:
         return grads, loss_metrics.merge(sums, new_sums), -value
 
     def _apply_grads(self, state: TrainState, grads: Params):
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
+            updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         norms = {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
         return TrainState(params=params, opt_state=opt_state, step=state.step + 1), norms

@@ -2,8 +2,11 @@ import itertools
 import json
 import signal
 
+import jax
+import numpy as np
 import pytest
 
+from trainer_jax.export import export_checkpoint
 from trainer_jax.hf import load_checkpoint
 from trainer_jax.metrics import read_metrics
 
@@ -25,7 +28,7 @@ def check_record(run, updates: int) -> None:
         assert record["kl"] is not None
 
 
-def test_a_run_from_start_to_report(run):
+def test_a_run_from_start_to_report(run, tmp_path):
     run.start()
     run.until_step(1)
     run.services()
@@ -44,7 +47,10 @@ def test_a_run_from_start_to_report(run):
     assert "<svg" in (run.directory / "report.html").read_text()
     assert list((run.directory / "tensorboard").glob("events*"))
     assert "update 3/3" in output and "report.html" in output
-    load_checkpoint(run.directory / "final")
+    export_checkpoint(run.directory, tmp_path / "out", layout="fused", dtype="bfloat16")
+    _, final = load_checkpoint(run.directory / "final")
+    _, exported = load_checkpoint(tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, final, exported)
     record = json.loads((run.directory / "config.json").read_text())
     assert record["sampling"]["top_p"] == 0.97
 

@@ -36,6 +36,8 @@ checkpoint = "{checkpoint}"
 arm = "sc+mis+top-p"
 [train]
 updates = 2
+[sampling]
+top_p = 0.97
 [[fleet.groups]]
 name = "a"
 weight_format = "nvfp4"
@@ -143,6 +145,17 @@ def test_others_are_asked_and_their_sentence_is_kept(run_file):
         check_others(load_run(run_file, ["sampling.top_p=2.0"]))
     with pytest.raises(BadInputError, match=r"weights\.keep"):
         check_others(load_run(run_file, ["weights.keep=2"]))
+
+
+def test_samplers_must_record_what_the_loss_needs(run_file):
+    with pytest.raises(BadInputError, match="found sampling from the full vocabulary"):
+        check_others(load_run(run_file, ["sampling.top_p=1.0"]))
+    check_others(load_run(run_file, ["sampling.top_p=1.0", "loss.arm=sc+mis"]))
+    with pytest.raises(BadInputError, match=r"sampling\.num_candidates: .* 64, found 100"):
+        overrides = ["sampling.top_p=1.0", "loss.arm=sc+mis", "sampling.num_candidates=100"]
+        check_others(load_run(run_file, overrides))
+    with pytest.raises(BadInputError, match=r"sampling\.top_k: .* 64, found 65"):
+        check_others(load_run(run_file, ["sampling.top_k=65"]))
 
 
 def test_dry_run_shows_the_plan_and_leaves_nothing(run_file, tmp_path, command):

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -115,11 +116,14 @@ class FakeGateway(
         self.published: list[int] = []
         self.streams: list[int] = []
         self.acks: list[tuple[int, int]] = []
+        self.taken = 0
+        self.queue_groups = 1  # less than an update takes: progress must not depend on it
         self.evaluations: list[rollout_pb2.EvaluateRequest] = []
         self.break_after = 10**9  # groups per stream
         self.refuse_at = 10**9  # sequence
         self.refuse_with = grpc.StatusCode.INVALID_ARGUMENT
         self.version_of: Callable[[int], int] = lambda _: self.published[-1]
+        self.change: Callable[[TrajectoryGroup], TrajectoryGroup] = lambda group: group
         self.evaluate: Callable[[int], list[Trajectory]] = lambda _: []
 
     def Publish(self, request_iterator, context):
@@ -135,15 +139,19 @@ class FakeGateway(
 
     def StreamGroups(self, request, context):
         self.streams.append(request.after)
+        self.taken = request.after
         for number, sequence in enumerate(itertools.count(request.after + 1)):
+            while sequence - self.taken > self.queue_groups and context.is_active():
+                time.sleep(0.005)
             if number >= self.break_after:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
             if sequence >= self.refuse_at:
                 context.abort(self.refuse_with, "no more")
-            yield group_to_pb(group_at(sequence, self.version_of(sequence)))
+            yield group_to_pb(self.change(group_at(sequence, self.version_of(sequence))))
 
     def AckGroups(self, request, context):
         self.acks.append((request.sequence, request.taken))
+        self.taken = max(self.taken, request.taken)
         return rollout_pb2.AckGroupsReply()
 
     def Evaluate(self, request, context):
@@ -221,8 +229,11 @@ def test_updates_take_groups_in_order_and_publish_what_they_make(run, gateway, c
 
 def test_only_durable_groups_are_forgotten(run, gateway):
     run()
-    assert [taken for _, taken in gateway.acks] == [2, 4, 6, 8, 10]
-    assert all(durable in (0, 4, 8) and durable <= taken for durable, taken in gateway.acks)
+    taken = [taken for _, taken in gateway.acks]
+    assert taken == sorted(taken) and set(range(1, 10)) <= set(taken)
+    durable = [durable for durable, _ in gateway.acks]
+    assert durable == sorted(durable) and set(durable) <= {0, 4, 8}
+    assert all(durable <= taken for durable, taken in gateway.acks)
 
 
 def test_a_crash_costs_only_what_no_checkpoint_covers(run, gateway):
@@ -260,7 +271,7 @@ def test_a_resumed_run_computes_what_an_unbroken_one_does(run, gateway, tmp_path
 
 def test_a_stop_is_clean_and_resumable(run, gateway):
     def stop() -> bool:
-        return bool(gateway.acks)
+        return gateway.taken >= 3
 
     assert run("train.updates=1000", stop=stop) == "interrupted"
     steps = len(read_metrics(run.directory))
@@ -271,12 +282,35 @@ def test_a_stop_is_clean_and_resumable(run, gateway):
     assert sequences(read_metrics(run.directory))[-1] == [2 * steps + 1, 2 * steps + 2]
 
 
-def test_a_staleness_limit_drops_older_groups(run, gateway):
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_staleness_limit_drops_older_groups(run, gateway, limit):
     gateway.version_of = lambda sequence: 1 if sequence % 2 else max(gateway.published)
-    assert run("train.staleness_limit=1", "train.updates=3") == "finished"
+    assert run(f"train.staleness_limit={limit}", "train.updates=3") == "finished"
     records = read_metrics(run.directory)
-    assert all(record["staleness/max"] <= 1 for record in records)
+    assert all(record["staleness/max"] <= limit for record in records)
     assert records[-1]["dropped/stale_groups"] > 0
+
+
+def spoiled(group: TrajectoryGroup) -> TrajectoryGroup:
+    first = group.trajectories[0]
+    logp = np.full_like(first.sampler_logp, np.nan)
+    changed = dataclasses.replace(first, sampler_logp=logp)
+    return dataclasses.replace(group, trajectories=(changed, *group.trajectories[1:]))
+
+
+def test_a_bad_record_costs_its_group(run, gateway):
+    gateway.change = lambda group: spoiled(group) if group.sequence == 3 else group
+    assert run("train.updates=3") == "finished"
+    records = read_metrics(run.directory)
+    assert sequences(records) == [[1, 2], [4, 5], [6, 7]]
+    assert records[-1]["dropped/refused_groups"] == 1
+
+
+def test_many_bad_records_stop_the_run(run, gateway):
+    gateway.change = lambda group: spoiled(group) if group.sequence > 2 else group
+    with pytest.raises(BadInputError, match="from sampler a-0 of group a"):
+        run("train.updates=3")
+    assert sequences(read_metrics(run.directory)) == [[1, 2]]
 
 
 def test_refusals_are_named():

@@ -60,42 +60,32 @@ def run(groups, loss, *, shape=None, optimizer=None, params=PARAMS, freeze_route
     return gradient, pending.read()
 
 
-def dense_logits(params, tokens):
-    tokens = jnp.asarray(tokens)[None]
-    hidden = hidden_states(
-        params, CONFIG, tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens)
-    )
-    return (hidden[0] @ head_weight(params).T) / TEMPERATURE
+@jax.jit
+def dense_logits(params, tokens_BxR):
+    """Each trajectory in a row of its own, logits over the whole vocabulary."""
+    shape = tokens_BxR.shape
+    positions = jnp.broadcast_to(jnp.arange(shape[1])[None], shape)
+    hidden = hidden_states(params, CONFIG, tokens_BxR, positions, jnp.ones(shape, jnp.int32))
+    return hidden @ head_weight(params).T / TEMPERATURE
 
 
-def records(trajectory):
-    """Padded candidate sets of a trajectory, and where its trained tokens are predicted."""
-    sets = trajectory.candidates
-    ids, logp = np.full((len(sets), 16), -1), np.full((len(sets), 16), -np.inf, np.float32)
-    for n in range(len(sets)):
-        own = slice(sets.offsets[n], sets.offsets[n + 1])
-        ids[n, : sets.counts[n]], logp[n, : sets.counts[n]] = sets.ids[own], sets.logp[own]
-    return np.flatnonzero(trajectory.loss_mask) - 1, ids, logp
+def rows_of(trajectories):
+    """Padded behind, which a causal model does not see."""
+    return np.stack([np.pad(t.tokens, (0, 32 - len(t.tokens))) for t in trajectories])
 
 
-def alone(params, trajectory, advantage, loss):
-    """The objective of one trajectory, not divided by anything."""
-    at, ids, logp = records(trajectory)
-    T = len(at)
-    return objective_from_logits(
-        dense_logits(params, trajectory.tokens)[at], trajectory.tokens[at + 1], ids, logp,
-        trajectory.sampler_logp, np.full(T, advantage, np.float32), np.ones(T, bool),
-        importance="none" if loss.importance == "sequence" else loss.importance,
-        ratio_low=loss.ratio_low, ratio_high=loss.ratio_high, center=loss.center,
-        replay=loss.replay, num_tokens=1,
-    )[0]  # fmt: skip
-
-
-def log_ratios(trajectory):
-    """log p - log q of the trained tokens, without replay."""
-    at, _, _ = records(trajectory)
-    logp = jax.nn.log_softmax(dense_logits(PARAMS, trajectory.tokens)[at])
-    return logp[np.arange(len(at)), trajectory.tokens[at + 1]] - trajectory.sampler_logp
+def records(trajectories):
+    """Row, position of the logits, token, log-prob, padded candidate set of each trained token."""
+    parts = []
+    for row, t in enumerate(trajectories):
+        at = np.flatnonzero(t.loss_mask)
+        sets = t.candidates
+        ids, logp = np.full((len(at), 16), -1), np.full((len(at), 16), -np.inf, np.float32)
+        for n in range(len(at)):
+            own = slice(sets.offsets[n], sets.offsets[n + 1])
+            ids[n, : sets.counts[n]], logp[n, : sets.counts[n]] = sets.ids[own], sets.logp[own]
+        parts.append((np.full(len(at), row), at - 1, t.tokens[at], t.sampler_logp, ids, logp))
+    return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
 
 
 def scored(groups):
@@ -114,14 +104,48 @@ def assert_same(got, want, **tolerance):
         )
 
 
-def expect(groups, terms, denominator):
-    """Gradient of sum of `terms(params, trajectory, advantage)` over the denominator."""
+def log_softmax(z):
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
-    def total(params):
-        values = [terms(params, t, advantage) for t, advantage in scored(groups)]
-        return functools.reduce(jnp.add, values) / denominator
 
-    return jax.grad(total)(PARAMS)
+def log_ratios(trajectories):
+    """Mean of log p - log q over each trajectory's trained tokens, without replay."""
+    row, at, token, logp, _, _ = records(trajectories)
+    trainer_logp = log_softmax(np.asarray(dense_logits(PARAMS, rows_of(trajectories))))
+    gap = trainer_logp[row, at, token] - logp
+    return np.bincount(row, gap) / np.bincount(row)
+
+
+@functools.partial(jax.jit, static_argnames="arm")
+def dense_gradient(params, tokens, record, advantage_T, arm):
+    row, at, token, logp, ids, candidate_logp = record
+
+    def objective(params):
+        logits_TxV = dense_logits(params, tokens)[row, at]
+        return objective_from_logits(
+            logits_TxV, token, ids, candidate_logp, logp, advantage_T,
+            jnp.ones(len(token), bool), num_tokens=1, **dict(arm),
+        )[0]  # fmt: skip
+
+    return jax.grad(objective)(params)
+
+
+def expect(groups, loss, scale):
+    """Gradient of the sum over trajectories of their objectives times `scale(index, tokens)`."""
+    trajectories = [t for t, _ in scored(groups)]
+    record = records(trajectories)
+    scales = [a * scale(i, len(t.sampler_logp)) for i, (t, a) in enumerate(scored(groups))]
+    arm = {
+        "importance": "none" if loss.importance == "sequence" else loss.importance,
+        "ratio_low": loss.ratio_low, "ratio_high": loss.ratio_high,
+        "center": loss.center, "replay": loss.replay,
+    }  # fmt: skip
+    advantage_T = np.array(scales, np.float32)[record[0]]
+    return dense_gradient(PARAMS, rows_of(trajectories), record, advantage_T, tuple(arm.items()))
+
+
+def count_tokens(groups):
+    return sum(len(t.sampler_logp) for t, _ in scored(groups))
 
 
 @pytest.mark.parametrize("arm", ["sc+mis+top-p", "sc+mis", "grpo+tis"])
@@ -129,8 +153,8 @@ def test_packed_update_is_the_sum_of_trajectories(arm):
     loss = LossConfig(arm=arm)
     groups = random_groups(whole=loss.replay)
     gradient, metrics = run(groups, loss)
-    num_tokens = sum(len(t.sampler_logp) for t, _ in scored(groups))
-    want = expect(groups, functools.partial(alone, loss=loss), num_tokens)
+    num_tokens = count_tokens(groups)
+    want = expect(groups, loss, lambda i, n: 1 / num_tokens)
     assert metrics["num_tokens"] == num_tokens
     assert_same(gradient, want)
     norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(want)))
@@ -139,52 +163,52 @@ def test_packed_update_is_the_sum_of_trajectories(arm):
 
 def test_reductions():
     groups = random_groups()
-    one = run(groups, LossConfig(arm="grpo+top-p", reduction="constant", constant=1000.0))[0]
-    want = expect(groups, functools.partial(alone, loss=LossConfig(arm="grpo+top-p")), 1000.0)
-    assert_same(one, want, atol=2e-6)
+    loss = LossConfig(arm="grpo+top-p", reduction="constant", constant=1000.0)
+    assert_same(run(groups, loss)[0], expect(groups, loss, lambda i, n: 1e-3), atol=2e-6)
     loss = LossConfig(arm="grpo+top-p", reduction="sequence-mean")
+    assert_same(run(groups, loss)[0], expect(groups, loss, lambda i, n: 1 / n / 7))
 
-    def mean(params, trajectory, advantage):
-        return alone(params, trajectory, advantage, loss) / len(trajectory.sampler_logp)
 
-    assert_same(run(groups, loss)[0], expect(groups, mean, 7))
+def shifted(groups, by):
+    """The same with every sampler_logp moved: candidate sets do not matter to GSPO."""
+    return [
+        replace(
+            g,
+            trajectories=tuple(
+                replace(t, sampler_logp=np.minimum(t.sampler_logp + np.float32(by), 0))
+                for t in g.trajectories
+            ),
+        )
+        for g in groups
+    ]
 
 
 def test_gspo():
     """The weight of every token is its trajectory's geometric mean ratio, clipped as PPO clips."""
     groups = random_groups(whole=False)
-    ratios = {t.session_id: float(np.exp(log_ratios(t).mean())) for t, _ in scored(groups)}
-    low, high = float(np.median(list(ratios.values()))) * np.array([0.999, 1.001])
-    loss = LossConfig(arm="gspo").model_copy(update={"ratio_low": low, "ratio_high": high})
-    clipped = {
-        t.session_id: ratios[t.session_id] > high if a > 0 else ratios[t.session_id] < low
-        for t, a in scored(groups)
-    }
-    assert any(clipped.values()) and not all(clipped.values())
-
-    def term(params, trajectory, advantage):
-        ratio = 0.0 if clipped[trajectory.session_id] else ratios[trajectory.session_id]
-        scale = ratio / len(trajectory.sampler_logp)
-        return scale * alone(params, trajectory, advantage, loss)
-
-    assert_same(run(groups, loss)[0], expect(groups, term, 7))
+    members, advantages = zip(*scored(groups), strict=True)
+    groups = shifted(groups, np.median(log_ratios(members)))
+    members, advantages = zip(*scored(groups), strict=True)
+    ratios = np.exp(log_ratios(members))
+    loss = LossConfig(arm="gspo", ratio_low=0.99, ratio_high=1.01)
+    clipped = np.where(np.array(advantages) > 0, ratios > 1.01, ratios < 0.99)
+    assert clipped.any() and not clipped.all()
+    weights = np.where(clipped, 0, ratios)
+    assert_same(run(groups, loss)[0], expect(groups, loss, lambda i, n: weights[i] / n / 7))
 
 
 def test_off_policy_sequence_masking():
     """Trajectories with A < 0 and mean log(q/p) above the limit are dropped, others are not."""
     groups = random_groups(whole=False)
-    gaps = {t.session_id: -float(log_ratios(t).mean()) for t, _ in scored(groups)}
-    limit = float(np.median(list(gaps.values())))
+    members, advantages = zip(*scored(groups), strict=True)
+    gaps = -log_ratios(members)
+    limit = float(np.median(gaps))
     loss = LossConfig(arm="grpo+mis", off_policy_limit=limit)
-    dropped = {t.session_id for t, a in scored(groups) if a < 0 and gaps[t.session_id] > limit}
-    assert 0 < len(dropped) < sum(gap > limit for gap in gaps.values())
-
-    def term(params, trajectory, advantage):
-        kept = 0.0 if trajectory.session_id in dropped else 1.0
-        return alone(params, trajectory, kept * advantage, loss)
-
-    num_tokens = sum(len(t.sampler_logp) for t, _ in scored(groups))
-    assert_same(run(groups, loss)[0], expect(groups, term, num_tokens))
+    dropped = (np.array(advantages) < 0) & (gaps > limit)
+    assert 0 < dropped.sum() < (gaps > limit).sum()
+    num_tokens = count_tokens(groups)
+    want = expect(groups, loss, lambda i, n: (not dropped[i]) / num_tokens)
+    assert_same(run(groups, loss)[0], want)
 
 
 def test_packing_does_not_matter():
@@ -236,11 +260,11 @@ def test_a_sampler_that_agrees():
     for group in random_groups():
         members = []
         for t in group.trajectories:
-            logits = np.asarray(dense_logits(PARAMS, t.tokens))
+            logits = np.asarray(dense_logits(PARAMS, rows_of([t])))[0]
             own, logp = [], []
             for n, index in enumerate(np.flatnonzero(t.loss_mask)):
                 ids = t.candidates.ids[t.candidates.offsets[n] : t.candidates.offsets[n + 1]]
-                logp.append(np.asarray(jax.nn.log_softmax(logits[index - 1][ids])))
+                logp.append(log_softmax(logits[index - 1][ids]))
                 own.append(logp[-1][list(ids).index(t.tokens[index])])
             sets = replace(t.candidates, logp=np.concatenate(logp))
             members.append(replace(t, candidates=sets, sampler_logp=np.array(own, np.float32)))
@@ -286,6 +310,7 @@ def test_refusals():
         run(random_groups(), LossConfig(), params=bad)
 
 
+@pytest.mark.slow
 def test_eight_devices_make_the_same_update():
     """Data, FSDP, expert and tensor parallel, against one device."""
     done = subprocess.run(
