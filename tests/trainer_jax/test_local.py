@@ -95,12 +95,14 @@ def test_one_service_ends_for_good(supervisor):
 
 
 def test_services_are_nice_and_single_threaded(supervisor, tmp_path):
-    code = "import os; print(os.nice(0) - int(os.environ['BASE']), os.environ['OMP_NUM_THREADS'])"
-    os.environ["BASE"] = str(os.nice(0))
-    supervisor.start([service(code + "; import time; time.sleep(60)")])
+    code = "import os, time; print(os.nice(0), os.environ['OMP_NUM_THREADS']); time.sleep(60)"
+    before = os.nice(0)
+    supervisor.start([service(code)])
     log = tmp_path / "logs" / "one.log"
-    text = wait_for(lambda: log.exists() and log.read_text())
-    assert text.split() == [str(local.NICE["sampler"]), "1"]
+    nice, threads = wait_for(lambda: log.exists() and log.read_text()).split()
+    # somebody else may renice this process meanwhile; 19 is the end of the scale
+    assert int(nice) in {min(19, base + local.NICE["sampler"]) for base in (before, os.nice(0))}
+    assert threads == "1"
 
 
 def test_services_die_with_a_killed_parent(tmp_path):

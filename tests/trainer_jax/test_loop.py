@@ -310,7 +310,7 @@ def test_many_bad_records_stop_the_run(run, gateway):
     gateway.change = lambda group: spoiled(group) if group.sequence > 2 else group
     with pytest.raises(BadInputError, match="from sampler a-0 of group a"):
         run("train.updates=3")
-    assert sequences(read_metrics(run.directory)) == [[1, 2]]
+    assert sequences(read_metrics(run.directory)) in ([], [[1, 2]])
 
 
 def test_refusals_are_named():

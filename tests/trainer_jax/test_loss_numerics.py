@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,13 +56,14 @@ def run(values, *, weight=MIS, center=True, replay=True, num_tokens=2, **more):
 
 @WEIGHTS
 @pytest.mark.parametrize("replay", [False, True])
-def test_extreme_records_stay_finite(weight, replay):
-    """q(a) = 1e-30 and a ratio of 1e30, far below what float16 holds; one-candidate sets."""
+@pytest.mark.parametrize("log_q", [math.log(1e-30), -200.0])
+def test_extreme_records_stay_finite(weight, replay, log_q):
+    """q(a) = 1e-30, a ratio of 1e30, and one beyond float32; one-candidate sets."""
     rare = record(
         candidate_sampler_logp_TxK=np.array(
-            [[np.log(1e-30), 0.0, -np.inf], [0.0, -90.0, -np.inf]], np.float32
+            [[log_q, 0.0, -np.inf], [0.0, -90.0, -np.inf]], np.float32
         ),
-        sampler_logp_T=np.array([np.log(1e-30), 0.0], np.float32),
+        sampler_logp_T=np.array([log_q, 0.0], np.float32),
     )
     value, metrics, gradient = run(rare, weight=weight, replay=replay)
     assert metrics["share_out_of_band"] >= 0.5
