@@ -198,7 +198,7 @@ def _engine_row(url: str, row: np.ndarray, timeout_s: float) -> np.ndarray:
 
 
 def difference(rows: Rows, trainer: Rows, sampler: Rows, *, num_worst: int) -> Difference:
-    """Statistics of two answers about the same rows. k3 is r - 1 - log r, r = p_trainer / p_peer."""
+    """Statistics of two answers to the same rows; k3 is r - 1 - log r, r = p_trainer / p_peer."""
     places = [(row, t) for row, logp in enumerate(trainer) for t in range(len(logp))]
     all_trainer = np.concatenate(trainer).astype(np.float64)
     all_sampler = np.concatenate(sampler).astype(np.float64)

@@ -195,8 +195,13 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any
     """Tensor name -> open reader of the file that holds it."""
     index, single = directory / _INDEX, directory / "model.safetensors"
     if index.exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = {directory / name for name in weight_map.values()}
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            files = {directory / name for name in weight_map.values()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise BadInputError(
+                str(index), expected="JSON with a weight_map", found="something else"
+            ) from None
     elif single.exists():
         weight_map, files = None, {single}
     else:
@@ -217,7 +222,9 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any
     for name in weight_map or ():
         if name not in readers:
             raise BadInputError(
-                f"checkpoint {directory}", expected=f"{name} in a shard", found="it in the index only"
+                f"checkpoint {directory}",
+                expected=f"{name} in a shard",
+                found="it in the index only",
             )
     return readers
 
@@ -243,7 +250,9 @@ def _read(reader: Any, tensor: FileTensor) -> np.ndarray:
     if shape != tensor.shape:
         raise BadInputError(f"shape of {tensor.name}", expected=tensor.shape, found=shape)
     if dtype not in _DTYPE_NAMES:
-        raise BadInputError(f"dtype of {tensor.name}", expected=", ".join(_DTYPE_NAMES), found=dtype)
+        raise BadInputError(
+            f"dtype of {tensor.name}", expected=", ".join(_DTYPE_NAMES), found=dtype
+        )
     return reader.get_tensor(tensor.name).astype(np.float32)
 
 
@@ -327,25 +336,29 @@ def _gather(params: Params, tensor: FileTensor, dtype: Any) -> np.ndarray:
 
 
 def write_directory(target: Path, write: Callable[[Path], None]) -> None:
-    """Runs `write` in a new directory beside `target`, makes it durable and moves it there."""
+    """Runs `write` in a new directory beside `target`, makes it durable and moves it there.
+
+    What was at `target` stays there unless all of this succeeds.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    fresh, old = staging / "fresh", staging / "old"
     try:
+        fresh.mkdir()
         write(fresh)
-        fresh.chmod(0o755)
         for path in (*fresh.iterdir(), fresh):
             _sync(path)
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-            target.rename(old)  # a rename replaces an empty directory
+        try:
+            if os.path.lexists(target):
+                target.rename(old)
             fresh.rename(target)
-            shutil.rmtree(old)
-        else:
-            fresh.rename(target)
+        except BaseException:
+            if os.path.lexists(old):
+                old.rename(target)
+            raise
         _sync(target.parent)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

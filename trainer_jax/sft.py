@@ -9,7 +9,9 @@ bool like `tokens` (True where a policy would have drawn the token).
 
 from __future__ import annotations
 
+import functools
 import time
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,13 +62,25 @@ class Rows:
 
 def read_demonstrations(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`tokens`, `offsets`, `loss_mask` of the file; BadInputError when it isn't one."""
-    data = np.load(path)
-    missing = {"tokens", "offsets", "loss_mask"} - set(data)
-    if missing:
-        raise BadInputError(
-            f"demonstrations {path}", expected="tokens, offsets, loss_mask", found=sorted(data)
+    wrong = functools.partial(BadInputError, f"demonstrations {path}")
+    try:
+        with np.load(path) as data:
+            found = sorted(data)
+            arrays = {name: data[name] for name in found}
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile):
+        raise wrong(expected="an .npz file", found="something else") from None
+    if missing := {"tokens", "offsets", "loss_mask"} - set(arrays):
+        raise wrong(expected=f"the array {min(missing)}", found=found)
+    tokens, offsets, mask = (arrays[name] for name in ("tokens", "offsets", "loss_mask"))
+    if mask.shape != tokens.shape:
+        raise wrong(expected=f"loss_mask like tokens {tokens.shape}", found=mask.shape)
+    whole = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == len(tokens)
+    if not whole or (np.diff(offsets) < 1).any():
+        raise wrong(
+            expected=f"offsets that rise from 0 to {len(tokens)}, one episode at least",
+            found=f"{len(offsets)} offsets that don't",
         )
-    return data["tokens"], data["offsets"], data["loss_mask"].astype(bool)
+    return tokens, offsets, mask.astype(bool)
 
 
 def pack_rows(
@@ -104,7 +118,7 @@ def pack_rows(
         source = slice(offsets[episode], offsets[episode + 1])
         target = slice(start, start + lengths[episode])
         rows.tokens_BxT[row, target] = tokens[source]
-        rows.positions_BxT[row, target] = np.arange(lengths[episode])
+        rows.positions_BxT[row, target] = np.arange(int(lengths[episode]))
         rows.segments_BxT[row, target] = segment
         weight = np.where(mask[source], 1.0, context_weight)
         weight[0] = 0  # nothing predicts the first token

@@ -100,7 +100,8 @@ class ModelConfig:
             data["head_dim"] = data.get("hidden_size", 0) // data["num_attention_heads"]
         if isinstance(data.get("eos_token_id"), list):
             data["eos_token_id"] = tuple(data["eos_token_id"])
-        known = {field.name: data[field.name] for field in fields(ModelConfig) if field.name in data}
+        names = [field.name for field in fields(ModelConfig)]
+        known = {name: data[name] for name in names if name in data}
         try:
             return ModelConfig(**known)
         except TypeError as error:  # a required key is absent, or of the wrong kind

@@ -85,7 +85,7 @@ def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
 
 
 # Every move of rows below is a gather, in both directions: the plan knows the way back, so the
-# backward pass needs no scatter (slow and serial on CPU). The loops run over blocks in use, a number
+# backward pass needs no scatter (slow and serial on CPU). The loops run over blocks in use,
 # known only at run time, which is why the gradient is written by hand.
 
 

@@ -24,6 +24,8 @@ from trainer_jax.models.experts import grouped_ffn, route
 
 Params = dict[str, Any]
 
+DEFAULT_COMPUTE = ComputeConfig()
+
 # Every parameter once: its path and the logical axis of each dimension. Shapes follow from the
 # config, shardings from `trainer_jax.mesh`, names in files from `trainer_jax.hf`.
 PARAMETERS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -149,7 +151,7 @@ def hidden_states(
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
     *,
-    compute: ComputeConfig = ComputeConfig(),
+    compute: ComputeConfig = DEFAULT_COMPUTE,
 ) -> jax.Array:
     """Tokens to hidden states after the final norm, [B, T, D] in the compute dtype.
 
@@ -183,6 +185,23 @@ def _rope(config: ModelConfig, positions_BxT: jax.Array) -> tuple[jax.Array, jax
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def head_weight(params: Params, *, compute: ComputeConfig = ComputeConfig()) -> jax.Array:
+def head_weight(params: Params, *, compute: ComputeConfig = DEFAULT_COMPUTE) -> jax.Array:
     """The language-model head [V, D] in the compute dtype: `embed` when they are tied."""
     return _prepare(params["head"] if "head" in params else params["embed"], compute)
+
+
+class Qwen3Moe(nnx.Module):
+    """The same model as an NNX module, for notebooks; training uses the pure functions above."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.params = nnx.data(jax.tree.map(nnx.Param, init_params(config, rngs.params())))
+
+    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
+        """Logits [B, T, V] of whole rows."""
+        params = nnx.to_pure_dict(nnx.state(self, nnx.Param))["params"]
+        B, T = tokens_BxT.shape
+        positions_BxT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
+        segments_BxT = jnp.ones((B, T), jnp.int32)
+        hidden = hidden_states(params, self.config, tokens_BxT, positions_BxT, segments_BxT)
+        return jnp.einsum("btd,vd->btv", hidden, head_weight(params))

@@ -3,6 +3,7 @@
 Owns the table and which templates are held out. About every fifth is: its function occurs in no
 training task, while its idioms (`max(a - b, 0)`, a loop with an `if`, ...) do elsewhere.
 """
+# layout: a table, one entry per template
 
 from __future__ import annotations
 

@@ -1,0 +1,236 @@
+"""Checkpoint directories: exact in both layouts, refused with a sentence, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from contracts.errors import BadInputError
+from trainer_jax.hf import load_checkpoint, save_checkpoint
+from trainer_jax.models.config import ModelConfig
+from trainer_jax.models.qwen3_moe import nest, parameter_shapes
+
+CONFIG = ModelConfig(
+    vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, num_experts=3, num_experts_per_tok=2,
+    moe_intermediate_size=12, eos_token_id=(1, 2), bos_token_id=3,
+)  # fmt: skip
+TIED = replace(CONFIG, tie_word_embeddings=True)
+
+
+def random_params(config: ModelConfig = CONFIG, seed: int = 0):
+    """Numpy float32, no two values alike."""
+    rng = np.random.default_rng(seed)
+    shapes = parameter_shapes(config)
+    return nest({path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()})
+
+
+def tensors_of(directory: Path) -> dict[str, np.ndarray]:
+    files = directory.glob("*.safetensors")
+    return {name: x for file in files for name, x in safetensors.numpy.load_file(file).items()}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def assert_equal_trees(got, want) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 3000], ids=["single", "sharded"])
+@pytest.mark.parametrize("layout", ["per-expert", "fused"])
+def test_round_trip(tmp_path, layout, shard_bytes, config):
+    params = random_params(config)
+    how = {"layout": layout, "max_shard_bytes": shard_bytes}
+    save_checkpoint(tmp_path / "a", config, params, dtype="float32", **how)
+    shards = list((tmp_path / "a").glob("*.safetensors"))
+    assert (len(shards) > 1) == (tmp_path / "a" / "model.safetensors.index.json").exists()
+    assert (len(shards) > 1) == (shard_bytes == 3000)
+    got_config, got = load_checkpoint(tmp_path / "a")
+    assert got_config == config
+    assert_equal_trees(got, params)
+    save_checkpoint(tmp_path / "b", got_config, got, dtype="float32", **how)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_second_round_trip_in_a_narrow_type_is_exact(tmp_path, dtype):
+    params = random_params()
+    save_checkpoint(tmp_path / "a", CONFIG, params, dtype=dtype)
+    config, once = load_checkpoint(tmp_path / "a")
+    leaves = zip(jax.tree.leaves(once), jax.tree.leaves(params), strict=True)
+    largest = max(float(np.abs(x - y).max()) for x, y in leaves)
+    assert 0 < largest < 0.02  # rounded to nearest
+    save_checkpoint(tmp_path / "b", config, once, dtype=dtype)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_one_layout_becomes_the_other(tmp_path):
+    params = random_params()
+    save_checkpoint(tmp_path / "a", CONFIG, params, layout="per-expert", dtype="float32")
+    save_checkpoint(
+        tmp_path / "b", CONFIG, load_checkpoint(tmp_path / "a")[1], layout="fused", dtype="float32"
+    )
+    assert_equal_trees(load_checkpoint(tmp_path / "b")[1], params)
+
+
+def test_names_and_orientation_are_the_hubs(tmp_path):
+    params = random_params()
+    layers = params["layers"]
+    save_checkpoint(tmp_path / "a", CONFIG, params, dtype="float32")
+    found = tensors_of(tmp_path / "a")
+    prefix = "model.layers.1."
+    for name, want in {
+        "model.embed_tokens.weight": params["embed"],
+        "lm_head.weight": params["head"],
+        "model.norm.weight": params["norm"],
+        prefix + "self_attn.k_proj.weight": layers["k"][1].T,
+        prefix + "self_attn.q_norm.weight": layers["q_norm"][1],
+        prefix + "mlp.gate.weight": layers["router"][1].T,
+        prefix + "mlp.experts.2.gate_proj.weight": layers["gate"][1, 2].T,
+        prefix + "mlp.experts.0.down_proj.weight": layers["down"][1, 0].T,
+    }.items():
+        np.testing.assert_array_equal(found[name], want, err_msg=name)
+    save_checkpoint(tmp_path / "b", CONFIG, params, layout="fused", dtype="float32")
+    fused = tensors_of(tmp_path / "b")[prefix + "mlp.experts.gate_up_proj"]
+    assert fused.shape == (3, 24, 16)
+    np.testing.assert_array_equal(fused[2, :12], layers["gate"][1, 2].T)
+    np.testing.assert_array_equal(fused[2, 12:], layers["up"][1, 2].T)
+
+
+def test_tokenizer_files_travel_along(tmp_path):
+    source = tmp_path / "tokenizer"
+    source.mkdir()
+    (source / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 39}}}')
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "notes.txt").write_text("stays")
+    save_checkpoint(tmp_path / "a", CONFIG, random_params(), copy_from=source)
+    assert set(contents(tmp_path / "a")) == {
+        "config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja",
+    }  # fmt: skip
+    load_checkpoint(tmp_path / "a")
+
+
+def rewrite(directory: Path, change) -> None:
+    """Passes the tensors of model.safetensors through `change`."""
+    path = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, path)
+
+
+def edit_config(directory: Path, **keys) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+DOWN = "model.layers.0.mlp.experts.2.down_proj.weight"
+BROKEN = {
+    "architecture": (lambda d: edit_config(d, model_type="llama"), "qwen3_moe, found llama"),
+    "sliding window": (lambda d: edit_config(d, use_sliding_window=True), "use_sliding_window"),
+    "stretched rope": (lambda d: edit_config(d, rope_scaling={"rope_type": "yarn"}), "yarn"),
+    "no config": (lambda d: (d / "config.json").unlink(), "a directory with config.json"),
+    "bad config": (lambda d: (d / "config.json").write_text("{"), "config.json: expected JSON"),
+    "no tensors": (lambda d: (d / "model.safetensors").unlink(), "found neither"),
+    "cut off": (lambda d: (d / "model.safetensors").write_bytes(b"\0" * 9), "safetensors, found"),
+    "missing": (lambda d: rewrite(d, lambda t: t.pop(DOWN)), f"expected {DOWN}"),
+    "unexpected": (lambda d: rewrite(d, lambda t: t.update(extra=t[NORM])), "found also extra"),
+    "shape": (
+        lambda d: rewrite(d, lambda t: t.update({NORM: np.zeros(17, np.float32)})),
+        f"shape of {NORM}",
+    ),
+    "transposed": (
+        lambda d: rewrite(d, lambda t: t.update({DOWN: np.ascontiguousarray(t[DOWN].T)})),
+        f"shape of {DOWN}",
+    ),
+    "dtype": (
+        lambda d: rewrite(d, lambda t: t.update({NORM: t[NORM].astype(np.int32)})),
+        f"dtype of {NORM}",
+    ),
+    "tokenizer": (
+        lambda d: (d / "tokenizer.json").write_text('{"model": {"vocab": {"a": 40}}}'),
+        "vocab_size",
+    ),
+    "index": (
+        lambda d: (d / "model.safetensors.index.json").write_text("[]"), "a weight_map"
+    ),
+    "shard": (
+        lambda d: (d / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}'
+        ),
+        "the shard model-00001-of-00002.safetensors",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_checkpoint_is_named(tmp_path, case):
+    directory = tmp_path / "model"
+    save_checkpoint(directory, CONFIG, random_params(), dtype="float32")
+    load_checkpoint(directory)
+    damage, sentence = BROKEN[case]
+    damage(directory)
+    with pytest.raises(BadInputError) as refused:
+        load_checkpoint(directory)
+    assert sentence in str(refused.value)
+
+
+def test_a_tied_model_may_repeat_its_embedding_but_not_differ(tmp_path):
+    directory = tmp_path / "model"
+    params = random_params(TIED)
+    save_checkpoint(directory, TIED, params, dtype="float32")
+    rewrite(directory, lambda t: t.update({"lm_head.weight": params["embed"]}))
+    assert_equal_trees(load_checkpoint(directory)[1], params)
+    rewrite(directory, lambda t: t.update({"lm_head.weight": params["embed"] + 1}))
+    with pytest.raises(BadInputError, match=r"lm_head\.weight"):
+        load_checkpoint(directory)
+
+
+class FullDisk:
+    """A parameter whose values can't be had."""
+
+    def __getitem__(self, _):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("existing", [True, False], ids=["replacing", "new"])
+def test_a_failed_save_leaves_everything_as_it_was(tmp_path, existing):
+    target = tmp_path / "model"
+    if existing:
+        save_checkpoint(target, CONFIG, random_params(seed=1))
+    before = contents(target) if existing else None
+    broken = random_params(seed=2) | {"head": FullDisk()}
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(target, CONFIG, broken, max_shard_bytes=2000)
+    assert [path.name for path in tmp_path.iterdir()] == (["model"] if existing else [])
+    assert (contents(target) if target.exists() else None) == before
+
+
+def test_a_save_replaces_the_whole_directory(tmp_path):
+    target = tmp_path / "model"
+    save_checkpoint(target, CONFIG, random_params(seed=1), max_shard_bytes=3000)
+    save_checkpoint(target, CONFIG, random_params(seed=2), dtype="float32")
+    assert set(contents(target)) == {"config.json", "model.safetensors"}
+    assert_equal_trees(load_checkpoint(target)[1], random_params(seed=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [({"layout": "x"}, "layout"), ({"dtype": "int8"}, "dtype"), ({"copy_from": "x"}, "to copy")],
+)  # fmt: skip
+def test_save_refuses(tmp_path, how, sentence):
+    with pytest.raises(BadInputError, match=sentence):
+        save_checkpoint(tmp_path / "model", CONFIG, random_params(), **how)
+    assert not list(tmp_path.iterdir())
