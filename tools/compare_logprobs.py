@@ -233,7 +233,7 @@ def _check_finite(whose: str, rows: Rows) -> None:
 
 def _dump(path: Path, rows: Rows, **values: Rows) -> None:
     """Writes `tokens`, `offsets` [rows + 1] and arrays like `tokens`, NaN where a row begins."""
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         name: np.concatenate(
             [x for logp in of_rows for x in (np.full(1, np.nan, np.float32), logp)]
         )

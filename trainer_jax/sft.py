@@ -171,7 +171,7 @@ def make_sft_step(model: ModelConfig, optimizer: optax.GradientTransformation, c
         drawn = jnp.where(weight == 1.0, 1.0, 0.0)
         metrics = {
             "loss": -(target_logp * drawn).sum() / jnp.maximum(drawn.sum(), 1.0),
-            "accuracy": ((logp.argmax(-1) == target_BxT) * drawn).sum()
+            "accuracy": jnp.where(logp.argmax(-1) == target_BxT, drawn, 0.0).sum()
             / jnp.maximum(drawn.sum(), 1.0),
         }
         return -(target_logp * weight).sum() / jnp.maximum(weight.sum(), 1.0), metrics
