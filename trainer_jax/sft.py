@@ -178,7 +178,8 @@ def make_sft_step(model: ModelConfig, optimizer: optax.GradientTransformation, c
 
     def step(params, opt_state, batch):
         (_, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params, *batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
+            updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, metrics
 
     return jax.jit(step, donate_argnums=(0, 1))

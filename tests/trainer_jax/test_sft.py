@@ -114,9 +114,7 @@ def config(tmp_path) -> SftConfig:
 
 
 def test_it_learns_and_goes_on_from_what_it_wrote(config):
-    ignorant = math.log(SHAPE["vocab_size"])
-    untrained = run_sft(config.model_copy(update={"steps": 1}))
-    assert untrained["loss"] == pytest.approx(ignorant, abs=0.3)
+    ignorant = math.log(SHAPE["vocab_size"])  # the loss of a uniform guess
     trained = run_sft(config)
     assert trained["loss"] < 0.3 * ignorant
     assert trained["accuracy"] > 0.9
