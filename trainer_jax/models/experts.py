@@ -33,15 +33,33 @@ def grouped_ffn(x_NxD, weights_NxX, experts_NxX, gate_ExDxF, up_ExDxF, down_ExFx
 
     `impl`: "blocks" sorts assignments by expert and computes each expert's own tokens, cut into
     blocks; "dense" computes every expert for every token, plain matrix products that any compiler
-    partitions well; "auto" is blocks.
+    partitions well; "auto" is the one with fewer rows to multiply (`_fewer_rows`).
+
+    The choice looks at shapes alone, never at the mesh. With experts split over a mesh axis both
+    are exact, but GSPMD cannot tell where a block's expert lies and gathers the matrices for
+    "blocks"; ask for "dense" where they do not fit.
     """
-    ffn = {"auto": _blocks, "blocks": _blocks, "dense": _dense}[impl]
+    if impl == "auto":
+        N, X = experts_NxX.shape
+        impl = _fewer_rows(N, X, len(gate_ExDxF))
+    ffn = {"blocks": _blocks, "dense": _dense}[impl]
     return ffn(x_NxD, weights_NxX, experts_NxX, gate_ExDxF, up_ExDxF, down_ExFxD)
+
+
+def _fewer_rows(N: int, X: int, E: int) -> str:
+    """A block computes its empty slots too: half a block per expert, when sizes are random.
+
+    Forward and backward on one CPU core at D = F = 128, E = 8, X = 2: dense 168 ms and blocks
+    29 ms for N = 4096, 2.5 and 1.4 for 128, 0.7 and 1.3 for 32; the rule's border is N = 43.
+    """
+    return "blocks" if N * X + E * BLOCK // 2 < N * E else "dense"
 
 
 def _dense(x_NxD, weights_NxX, experts_NxX, gate_ExDxF, up_ExDxF, down_ExFxD):
     E, D, F = gate_ExDxF.shape
-    scale_NxE = (jax.nn.one_hot(experts_NxX, E) * weights_NxX[..., None]).sum(axis=1)
+    scale_NxE = (
+        jax.nn.one_hot(experts_NxX, E, dtype=weights_NxX.dtype) * weights_NxX[..., None]
+    ).sum(axis=1)
     gate_NxEF = x_NxD @ gate_ExDxF.swapaxes(0, 1).reshape(D, E * F)
     up_NxEF = x_NxD @ up_ExDxF.swapaxes(0, 1).reshape(D, E * F)
     hidden = (jax.nn.silu(gate_NxEF) * up_NxEF).reshape(-1, E, F)
@@ -65,18 +83,19 @@ def _plan(experts_NxX: jax.Array, num_experts: int) -> _Plan:
     order_M = jnp.argsort(experts_M, stable=True)
     sizes_E = jnp.zeros(num_experts, jnp.int32).at[experts_M].add(1, mode="drop")
     blocks_E = (sizes_E + BLOCK - 1) // BLOCK
-    first_block_E = jnp.cumsum(blocks_E) - blocks_E
-    first_E = jnp.cumsum(sizes_E) - sizes_E
+    first_block_E = jnp.cumsum(blocks_E, dtype=jnp.int32) - blocks_E
+    first_E = jnp.cumsum(sizes_E, dtype=jnp.int32) - sizes_E
     sorted_M = experts_M[order_M]
     owned_M = sorted_M < num_experts
     owner_M = jnp.minimum(sorted_M, num_experts - 1)
-    slots = first_block_E[owner_M] * BLOCK + jnp.arange(M) - first_E[owner_M]
+    slots = first_block_E[owner_M] * BLOCK + jnp.arange(M, dtype=jnp.int32) - first_E[owner_M]
     slots = jnp.where(owned_M, slots, max_blocks * BLOCK)  # nobody's: beyond the last slot
     slot_M = jnp.zeros(M, jnp.int32).at[order_M].set(slots, unique_indices=True)
     source_S = jnp.full(max_blocks * BLOCK, M, jnp.int32)
     source_S = source_S.at[slots].set(order_M.astype(jnp.int32), mode="drop")
-    expert_b = jnp.searchsorted(first_block_E, jnp.arange(max_blocks), side="right") - 1
-    return _Plan(slot_M, source_S, expert_b, blocks_E.sum())
+    blocks_b = jnp.arange(max_blocks, dtype=jnp.int32)
+    expert_b = jnp.searchsorted(first_block_E, blocks_b, side="right") - 1
+    return _Plan(slot_M, source_S, expert_b, blocks_E.sum(dtype=jnp.int32))
 
 
 def _take(rows: jax.Array, index: jax.Array) -> jax.Array:

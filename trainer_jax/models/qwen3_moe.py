@@ -138,6 +138,8 @@ def _experts(layer, config: ModelConfig, x_BxTxD, segments_BxT, compute: Compute
     weights_NxX, experts_NxX = route(
         x_NxD, layer["router"], config.num_experts_per_tok, normalize=config.norm_topk_prob
     )
+    is_token_N = segments_BxT.reshape(B * T) > 0
+    experts_NxX = jnp.where(is_token_N[:, None], experts_NxX, config.num_experts)  # else nobody's
     y_NxD = grouped_ffn(
         x_NxD, weights_NxX, experts_NxX, layer["gate"], layer["up"], layer["down"], impl=compute.ffn
     )
