@@ -37,7 +37,8 @@ class CheckpointIdentity:
     vocab_size: int
 
 
-def _digest(data: bytes) -> str:
+def fingerprint(data: bytes) -> str:
+    """Of tokenizer.json as it is, or of a model's defining fields."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -85,8 +86,8 @@ def identify_checkpoint(directory: Path) -> CheckpointIdentity:
             found=num_tokens,
         )
     return CheckpointIdentity(
-        model_fingerprint=_digest(json.dumps(_canonical(config), sort_keys=True).encode()),
-        tokenizer_fingerprint=_digest(tokenizer),
+        model_fingerprint=fingerprint(json.dumps(_canonical(config), sort_keys=True).encode()),
+        tokenizer_fingerprint=fingerprint(tokenizer),
         vocab_size=vocab_size,
     )
 

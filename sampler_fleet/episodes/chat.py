@@ -8,7 +8,6 @@ file or a command that spells one is encoded as ordinary characters. Must not ru
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from sampler_fleet.episodes.prompts import (
     OPEN_CALL,
     TEXT_AFTER_CALL,
 )
+from sampler_fleet.fingerprint import fingerprint
 
 # Stand for contents while the template runs: private-use characters that no template contains.
 _SYSTEM, _USER, _REPLY, _ANSWER = "\ue000", "\ue001", "\ue002", "\ue003"
@@ -62,7 +62,7 @@ class ChatFormat:
             BadInputError: the files don't fit the format, or the template rewrites earlier turns.
         """
         self._control, self._plain = _tokenizers(tokenizer_json)
-        self.fingerprint = hashlib.sha256(tokenizer_json).hexdigest()[:16]
+        self.fingerprint = fingerprint(tokenizer_json)
         self._render = _renderer(template, config)
         eos = config.get("eos_token")
         self._stop_text = str(eos.get("content") if isinstance(eos, dict) else eos)

@@ -29,6 +29,7 @@ from sampler_fleet.episodes.prompts import (
     format_error,
 )
 from sampler_fleet.episodes.tasks.generate import Problem, generate_problems
+from sampler_fleet.episodes.tasks.script import CONTEXT_LINES
 
 MAX_VOCABULARY = 1024
 _NUM_MERGED = 256  # bytes aside: parts of words that occur in no training task
@@ -62,7 +63,7 @@ FRAMES = (
     SUBMIT_COMMAND,
     "sed -i '",
     "cat -n ",
-    "grep -n -A5 'def ",
+    f"grep -n -A{CONTEXT_LINES} 'def ",
     "' ",
     "grep -n def ",
     "cat README.md",

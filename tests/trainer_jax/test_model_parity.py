@@ -12,10 +12,17 @@ import pytest
 import safetensors.numpy
 import torch
 import transformers
+from flax import nnx
 
 from trainer_jax.hf import load_checkpoint, save_checkpoint
 from trainer_jax.models.config import ComputeConfig, ModelConfig
-from trainer_jax.models.qwen3_moe import Params, head_weight, hidden_states, init_params
+from trainer_jax.models.qwen3_moe import (
+    Params,
+    Qwen3Moe,
+    head_weight,
+    hidden_states,
+    init_params,
+)
 
 BASE = ModelConfig(
     vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -166,3 +173,12 @@ def test_rounded_weights_are_those_of_the_published_checkpoint(tmp_path):
     want = logp_of(jax.tree.map(jnp.asarray, published), BASE, tokens_BxT)
     np.testing.assert_allclose(rounded, want, atol=1e-6, rtol=0)
     assert np.abs(rounded - logp_of(params, BASE, tokens_BxT)).max() > 1e-4
+
+
+def test_the_nnx_module_computes_what_the_functions_do():
+    module = Qwen3Moe(BASE, rngs=nnx.Rngs(3))
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))["params"]
+    tokens_BxT = random_tokens(BASE, 3, 2, 11)
+    logp = jax.nn.log_softmax(module(jnp.asarray(tokens_BxT)), axis=-1)
+    np.testing.assert_allclose(logp, logp_of(params, BASE, tokens_BxT), atol=1e-6)
+    assert jax.tree.structure(params) == jax.tree.structure(random_params(BASE, 0))
