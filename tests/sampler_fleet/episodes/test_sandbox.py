@@ -49,6 +49,15 @@ def processes_of(marker: str) -> list[int]:
     return found
 
 
+async def started(marker: str, num: int) -> bool:
+    """Whether so many processes have got as far as their own command line."""
+    for _ in range(100):
+        if len(processes_of(marker)) >= num:
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
 async def gone(marker: str) -> bool:
     for _ in range(100):
         if not processes_of(marker):
@@ -295,7 +304,7 @@ class TestLife:
         marker = f"sleep 98{os.getpid()}"
         async with pool.open(TREE) as box:
             await run(box, f"setsid {marker} & {marker} & (trap '' TERM HUP; {marker}) & :")
-            assert processes_of(marker.replace(" ", "\0"))
+            assert await started(marker.replace(" ", "\0"), 3)
             assert processes_of("sandbox_supervisor")
             pid = box.pid
         assert await gone(marker.replace(" ", "\0"))
