@@ -333,6 +333,7 @@ class TestLife:
 
     async def test_pool_waits_for_room(self, host):
         pool = SandboxPool(2, host=host)
+        pairs = asyncio.Barrier(2)  # nobody goes on alone: the pool must let two in
         num_open = most = 0
 
         async def use(number):
@@ -340,10 +341,12 @@ class TestLife:
             async with pool.open(TREE) as box:
                 num_open += 1
                 most = max(most, num_open)
+                await pairs.wait()
                 assert (await run(box, f"echo {number}")).output == f"{number}\n"
                 num_open -= 1
 
-        await asyncio.gather(*(use(number) for number in range(6)))
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(use(number) for number in range(6)))
         await pool.close()
         assert most == 2
 
