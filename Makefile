@@ -46,7 +46,7 @@ proto: setup ## regenerate contracts/pb from proto/
 warmstart: setup ## reproduce examples/demo-checkpoint from the repository alone
 	$(BIN)/python -m sampler_fleet tokenizer --out build/warmstart/tokenizer
 	$(BIN)/python -m sampler_fleet demonstrations --tokenizer build/warmstart/tokenizer \
-		--num 32000 --seed 1 --out build/warmstart/demonstrations.npz
+		--num 64000 --seed 1 --out build/warmstart/demonstrations.npz
 	$(BIN)/python -m trainer_jax sft examples/warmstart.toml
 	rm -rf examples/demo-checkpoint
 	cp -r build/warmstart/checkpoint examples/demo-checkpoint

@@ -173,12 +173,13 @@ class SamplerAgent:
                 log.error("version %d stays unused: %s", manifest.version, error)
                 continue
             attempt = 0
-            self._describe(directory)
+            await self._describe(directory)
             log.info("version %d loaded", manifest.version)
             self._notify()
 
-    def _describe(self, directory: Path) -> None:
-        identity = identify_checkpoint(directory)
+    async def _describe(self, directory: Path) -> None:
+        # a real tokenizer is tens of megabytes: not on the loop that streams tokens
+        identity = await asyncio.to_thread(identify_checkpoint, directory)
         self._info = SamplerInfo(
             sampler_id=self._sampler_id,
             group=self._group.name,

@@ -132,7 +132,9 @@ class Publisher:
         try:
             while not self._stopped.is_set():
                 try:
-                    client.publish(self._address, self._token, directory, item.version)
+                    client.publish(
+                        self._address, self._token, directory, item.version, patience_s=0
+                    )
                 except RetryError as error:
                     log.info("version %d waits for the weight service: %s", item.version, error)
                     self._stopped.wait(RETRY_S)

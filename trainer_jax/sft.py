@@ -45,7 +45,7 @@ class SftConfig(Section):
     lr: float = Field(default=3e-3, gt=0)
     warmup_steps: int = Field(default=100, ge=0)
     weight_decay: float = 0.05
-    context_weight: float = Field(default=0.1, ge=0)  # loss weight of tokens the policy didn't draw
+    context_weight: float = Field(default=0.1, ge=0, lt=1)  # of tokens the policy did not draw
     seed: int = 0
     log_every: int = 50
 

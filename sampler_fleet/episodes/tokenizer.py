@@ -65,7 +65,6 @@ FRAMES = (
     "cat -n ",
     f"grep -n -A{CONTEXT_LINES} 'def ",
     "' ",
-    "grep -n def ",
     "cat README.md",
     NO_OUTPUT,
     format_error(""),

@@ -17,6 +17,7 @@ from sampler_fleet.episodes.base import Task
 from sampler_fleet.episodes.tasks.domains import DOMAINS
 from sampler_fleet.episodes.tasks.edit import Edit
 from sampler_fleet.episodes.tasks.evidence import Example, Fault, find_examples, find_faults
+from sampler_fleet.episodes.tasks.grammar import drawn_templates
 from sampler_fleet.episodes.tasks.mutate import SYMPTOMS, Change, find_changes
 from sampler_fleet.episodes.tasks.templates import (
     ROLE,
@@ -30,6 +31,7 @@ from sampler_fleet.episodes.tasks.templates import (
 SPLITS = ("train", "heldout")
 HIDDEN_TEST = "tests/test_hidden.py"
 _MAX_LINES = 13  # of the module at fault
+_DRAWN_PER_WRITTEN = 3  # training tasks from the grammar for each from a written template
 NUM_HIDDEN = 3  # hidden tests that fail; at most as many calls of the same function pass
 
 
@@ -109,7 +111,7 @@ class _Call:
 
 
 def generate_tasks(split: str, num_tasks: int, seed: int) -> list[Task]:
-    """Distinct tasks of a split, spread evenly over its templates.
+    """Distinct tasks of a split; its written templates take turns, others come between them.
 
     Raises:
         BadInputError: an unknown split, or more tasks than there are different ones.
@@ -127,14 +129,22 @@ def generate_tasks(split: str, num_tasks: int, seed: int) -> list[Task]:
 
 
 def generate_problems(split: str, seed: int) -> Iterator[Problem]:
-    """An endless stream of problems; the templates of the split take turns. May repeat itself."""
+    """An endless stream of problems; may repeat itself.
+
+    In every turn each written template of the split comes once, and in training as many drawn ones
+    as `_DRAWN_PER_WRITTEN` says.
+    """
     if split not in SPLITS:
         raise BadInputError("task split", expected=" or ".join(SPLITS), found=split)
     rng = Random(f"{split}/{seed}")
     while True:
-        turn = list(_targets(split))
+        turn = list(_written(heldout=split == "heldout"))
+        if split == "train":
+            turn += rng.sample(drawn_templates(), _DRAWN_PER_WRITTEN * len(turn))
         rng.shuffle(turn)
         for domain, template in turn:
+            if not any(map(find_faults, template.variants)):
+                continue  # the grammar doesn't know what a fault would show
             problem = None
             while problem is None:
                 problem = _draw(split, domain, template, rng)
@@ -142,24 +152,22 @@ def generate_problems(split: str, seed: int) -> Iterator[Problem]:
 
 
 @cache
-def _targets(split: str) -> tuple[tuple[Domain, Template], ...]:
+def _written(*, heldout: bool) -> tuple[tuple[Domain, Template], ...]:
     return tuple(
         (domain, template)
         for domain in DOMAINS
         for template in domain.templates
-        if template.heldout == (split == "heldout")
+        if template.heldout == heldout
     )
 
 
 @cache
 def _companions(split: str) -> tuple[Template, ...]:
     """Templates that may stand beside the one at fault: held-out ones never in training tasks."""
-    return tuple(
-        template
-        for domain in DOMAINS
-        for template in domain.templates
-        if split == "heldout" or not template.heldout
-    )
+    found = [*_written(heldout=False), *drawn_templates()]
+    if split == "heldout":
+        found += _written(heldout=True)
+    return tuple(template for _, template in found)
 
 
 def _draw(split: str, domain: Domain, template: Template, rng: Random) -> Problem | None:

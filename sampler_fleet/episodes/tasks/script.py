@@ -25,7 +25,7 @@ CONTEXT_LINES = 5  # after a `def`: enough for every template
 class ScriptConfig(Section):
     """How often the expert errs, as probabilities per episode."""
 
-    wrong_edit: float = Field(default=0.2, ge=0, le=1)
+    wrong_edit: float = Field(default=0.35, ge=0, le=1)
     far_edit: float = Field(default=0.15, ge=0, le=1)  # of the wrong ones: in another function
     wrong_line: float = Field(default=0.15, ge=0, le=1)  # of the wrong ones: a line off
     look_around: float = Field(default=0.05, ge=0, le=1)  # a command that helps nobody

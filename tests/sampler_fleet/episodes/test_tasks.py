@@ -21,7 +21,9 @@ from sampler_fleet.episodes.tasks.domains import DOMAINS
 from sampler_fleet.episodes.tasks.edit import Edit
 from sampler_fleet.episodes.tasks.evidence import MAX_RIVALS, find_faults
 from sampler_fleet.episodes.tasks.generate import SPLITS, generate_problems
+from sampler_fleet.episodes.tasks.grammar import NUM_DRAWN, drawn_templates
 from sampler_fleet.episodes.tasks.mutate import SYMPTOMS, find_changes
+from sampler_fleet.episodes.tasks.script import CONTEXT_LINES
 from sampler_fleet.episodes.tasks.templates import ROLES
 
 TEMPLATES = [template for domain in DOMAINS for template in domain.templates]
@@ -150,6 +152,29 @@ class TestTemplates:
             assert not keyword.iskeyword(name)
 
 
+class TestDrawn:
+    def test_none_is_held_out_whether_right_or_faulty(self):
+        heldout = shapes_of_split("heldout")
+        for _, template in drawn_templates():
+            for variant in template.variants:
+                assert not template.heldout
+                assert heldout.isdisjoint(shapes_of(variant.source))
+                for change in find_changes(variant.source):
+                    assert heldout.isdisjoint(shapes_of(change.apply(variant.source)))
+
+    def test_all_differ_and_fit_what_an_expert_reads(self):
+        templates = [template for _, template in drawn_templates()]
+        sources = [variant.source for template in templates for variant in template.variants]
+        assert len(templates) == NUM_DRAWN
+        assert len({template.name for template in templates}) == len(set(sources)) == NUM_DRAWN
+        assert max(source.count("\n") for source in sources) <= CONTEXT_LINES
+
+    def test_most_have_a_telling_fault(self):
+        templates = [template for _, template in drawn_templates()[:: NUM_DRAWN // 100]]
+        useful = [t for t in templates if any(find_faults(variant) for variant in t.variants)]
+        assert len(useful) > 0.8 * len(templates)
+
+
 class TestChanges:
     def test_positions_and_kinds(self):
         source = (
@@ -181,8 +206,10 @@ class TestTasks:
         assert len({task.task_id for task in tasks}) == num_tasks
         assert len({json.dumps(task.tree, sort_keys=True) for task in tasks}) == num_tasks
         assert {task.split for task in tasks} == {split}
-        names = {t.name for t in TEMPLATES if t.heldout == (split == "heldout")}
-        assert {task.template for task in tasks} == names
+        written = {t.name for t in TEMPLATES if t.heldout == (split == "heldout")}
+        found = {task.template for task in tasks}
+        assert written <= found
+        assert (found == written) == (split == "heldout")
 
     def test_same_on_every_machine(self):
         """Hash randomization changes nothing."""
