@@ -53,6 +53,13 @@ def check_trajectory(trajectory: Trajectory, rules: RecordRules) -> None:
             subject, expected=f"a group of {list(rules.group_names)}", found=repr(trajectory.group)
         )
     _check_lengths(trajectory, subject)
+    beyond = np.flatnonzero(_beyond(trajectory.tokens, rules.vocab_size))  # given ones as well
+    if len(beyond):
+        raise BadInputError(
+            subject,
+            expected="tokens in the vocabulary",
+            found=f"{trajectory.tokens[beyond[0]]} at position {beyond[0]}",
+        )
     tokens = trajectory.tokens[trajectory.loss_mask]
     sets, logp = trajectory.candidates, trajectory.sampler_logp
     owner = np.repeat(np.arange(len(tokens)), sets.counts)
@@ -61,7 +68,6 @@ def check_trajectory(trajectory: Trajectory, rules: RecordRules) -> None:
         raise BadInputError(subject, expected=rule, found=f"{found} at sampled token {token}")
 
     for rule, bad, values, at in (
-        ("tokens in the vocabulary", _beyond(tokens, rules.vocab_size), tokens, None),
         ("candidate ids in the vocabulary", _beyond(sets.ids, rules.vocab_size), sets.ids, owner),
         ("sampler_logp finite and <= 0", _not_logp(logp), logp, None),
         ("candidate log-probs finite and <= 0", _not_logp(sets.logp), sets.logp, owner),

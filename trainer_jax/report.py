@@ -159,7 +159,7 @@ def draw_plots(summary: Mapping[str, Any], records: Sequence[Record]) -> list[di
         ),
     ]
     return [
-        {"title": title, "note": note, "svg": Markup(_svg(title, draw))}
+        {"title": title, "note": note, "svg": Markup(svg_of(title, draw))}
         for title, note, draw in plots
     ]
 
@@ -218,7 +218,7 @@ def _pass_rates(axes: Axes, heldout: Mapping[str, Any]) -> None:
     axes.grid(axis="x", visible=False)
 
 
-def _svg(title: str, draw: Callable[[Axes], None]) -> str:
+def svg_of(title: str, draw: Callable[[Axes], None]) -> str:
     """An SVG element for the page's body: text stays text, ink follows the page's colour."""
     slug = re.sub(r"[^a-z]+", "-", title.lower()).strip("-")
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": slug, "svg.id": slug}):

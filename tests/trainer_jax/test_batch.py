@@ -172,7 +172,9 @@ FAULTS = {
     ),
     "candidate log-probs finite": lambda t: _set(t, 2, logp=[-np.inf] * t.candidates.counts[2]),
     "candidate ids in the vocabulary": lambda t: _set(t, 2, ids=[64], logp=[0.0]),
-    "tokens in the vocabulary": lambda t: replace(t, tokens=t.tokens + 64),
+    "tokens in the vocabulary, found 64 at position 0": lambda t: replace(
+        t, tokens=np.where(np.arange(len(t.tokens)) == 0, 64, t.tokens)
+    ),
     "at most 16 candidates": lambda t: _set(t, 2, ids=range(17), logp=[np.log(1 / 17)] * 17),
     "candidate ids once": lambda t: _set(t, 2, ids=[5, 5], logp=np.log([0.5, 0.5])),
     "mass <= 1": lambda t: _set(t, 2, ids=[5, 6], logp=[0.0, 0.0]),
