@@ -155,9 +155,9 @@ def jax_call(name: str, problem: Problem) -> Callable[[], tuple]:
 
     def dense(hidden_TxD, head_VxD, record, sampled_T):
         logp_TxV = jax.nn.log_softmax(hidden_TxD @ head_VxD.T)
-        logp_TxK = jnp.take_along_axis(logp_TxV, record.candidate_ids_TxK, axis=1)
-        logp_T = jnp.take_along_axis(logp_TxV, sampled_T[:, None], axis=1)[:, 0]
-        return value(logp_TxK, logp_T, jnp.zeros_like(logp_T), record)[0].sum()
+        asked = jnp.concatenate([record.candidate_ids_TxK, sampled_T[:, None]], axis=1)
+        logp = jnp.take_along_axis(logp_TxV, asked, axis=1)
+        return value(logp[:, :-1], logp[:, -1], jnp.zeros(len(logp)), record)[0].sum()
 
     record = SamplerRecord(
         candidate_ids_TxK=jnp.asarray(problem.ids_TxK),

@@ -13,16 +13,22 @@ trajectories fill theirs), the faster of the two ways that `transformers` comput
 
 Gradient norms of the first update are compared before anything is timed.
 
+Each contender lives in a process of its own, so that thread pools don't meet, and waits there for
+its turn.
+
 With `--quick` everything is small: it shows that the benchmark works, not who is faster.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +43,7 @@ from benchmarks.torch_loss import TorchRecord, corrected_objective
 from contracts.types import CandidateSets, Ending, Trajectory, TrajectoryGroup, VersionSpan
 from trainer_jax.advantages import advantages_of
 from trainer_jax.batch import pack
-from trainer_jax.hf import save_checkpoint
+from trainer_jax.hf import load_checkpoint, save_checkpoint
 from trainer_jax.loss import LossConfig
 from trainer_jax.mesh import make_mesh
 from trainer_jax.models.config import ComputeConfig, ModelConfig
@@ -191,17 +197,38 @@ def peer(folder: Path, groups: list[TrajectoryGroup], experts: str) -> Callable[
     return call
 
 
+def serve(turns: Connection, name: str, vocabulary: int, folder: Path) -> None:
+    """A contender's process: one update per message, until told to stop."""
+    groups = make_groups(vocabulary)
+    if name == "ours":
+        call = ours(*load_checkpoint(folder), groups)
+    else:
+        torch.set_num_threads(os.cpu_count() or 1)
+        call = peer(folder, groups, name.split()[1])
+    while turns.recv():
+        turns.send(call())
+
+
 def measure(vocabulary: int, folder: Path, runs: int) -> dict[str, dict[str, Any]]:
-    config, groups = model_of(vocabulary), make_groups(vocabulary)
-    params = init_params(config, jax.random.key(0))
-    save_checkpoint(folder, config, params, dtype="float32")
-    calls = {"ours": ours(config, params, groups)}
-    calls |= {name: peer(folder, groups, name.split()[1]) for name in PEERS}
-    del params
-    norms = {name: call() for name, call in calls.items()}
+    config = model_of(vocabulary)
+    save_checkpoint(folder, config, init_params(config, jax.random.key(0)), dtype="float32")
+    spawn = multiprocessing.get_context("spawn")
+    ends: dict[str, Connection] = {}
+    for name in ("ours", *PEERS):
+        ends[name], other = spawn.Pipe()
+        spawn.Process(target=serve, args=(other, name, vocabulary, folder), daemon=True).start()
+
+    def take_turn(name: str) -> float:
+        ends[name].send(True)
+        return ends[name].recv()
+
+    norms = {name: take_turn(name) for name in ends}
     for norm in norms.values():
         np.testing.assert_allclose(norm, norms["ours"], rtol=1e-3)
+    calls = {name: functools.partial(take_turn, name) for name in ends}
     timings = harness.take_turns(calls, runs)
+    for end in ends.values():
+        end.send(False)
     num_tokens = GROUPS * GROUP_SIZE * (ROW - PROMPT)
     best = min(timings[name].median_s for name in PEERS)
     return {
@@ -220,7 +247,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small vocabulary, one run")
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
-    torch.set_num_threads(os.cpu_count() or 1)
     results = {}
     for vocabulary in VOCABULARIES[:1] if arguments.quick else VOCABULARIES:
         with tempfile.TemporaryDirectory() as folder:

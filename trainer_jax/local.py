@@ -285,7 +285,9 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 env=service_environment(),
                 pass_fds=self._inherit,
-                start_new_session=True,  # Ctrl-C in the terminal is the trainer's to handle
+                # Ctrl-C in the terminal is the trainer's to handle. Not a session of its own: the
+                # scheduler shares the CPU among sessions first, and niceness counts within one.
+                process_group=0,
             )
         self._children[service.name] = _Child(
             service=service,

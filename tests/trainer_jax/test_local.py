@@ -105,6 +105,13 @@ def test_services_are_nice_and_single_threaded(supervisor, tmp_path):
     assert threads == "1"
 
 
+def test_services_share_the_session_but_not_the_terminal_s_signals(supervisor):
+    supervisor.start([service(SLEEPER)])
+    (pid,) = wait_for(supervisor.pids).values()
+    wait_for(lambda: os.getpgid(pid) == pid)
+    assert os.getsid(pid) == os.getsid(0)
+
+
 def test_services_die_with_a_killed_parent(tmp_path):
     script = textwrap.dedent("""
         import pathlib, sys, time
