@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from trainer_jax.head import candidate_logits
+from trainer_jax.head import Part, candidate_logits, token_sum
 
 T, D, V, K = 13, 8, 50, 5
 
@@ -65,6 +65,41 @@ def test_equals_dense_logits(normalizer, chunk, dtype):
         compare += [(g, w) for g, w in zip(got, want, strict=True) if g is not None]
         for g, w in compare:
             np.testing.assert_allclose(g, w, **tolerance)
+
+
+@pytest.mark.parametrize("normalizer", [False, True])
+@pytest.mark.parametrize("chunk", [4, None])
+def test_a_sum_over_tokens_has_the_gradient_of_its_logits(normalizer, chunk):
+    """Two parts of different widths, two shards, chunks that don't divide the tokens."""
+    rng = np.random.default_rng(1)
+    head = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
+    shapes = ((T, K), (7, 2))
+    hidden = [jnp.asarray(rng.normal(size=(2, T, D)), jnp.float32) for T, _ in shapes]
+    ids = [jnp.asarray(rng.integers(-1, V, (2, *shape)), jnp.int32) for shape in shapes]
+    slopes = [jnp.asarray(rng.normal(size=(2, T)), jnp.float32) for T, _ in shapes]
+
+    def objective(out, slope_T):
+        squares_T = jnp.square(out.logits_TxK).sum(1)
+        beyond_T = jnp.square(out.normalizer_T) if normalizer else jnp.zeros_like(squares_T)
+        return slope_T * (squares_T + beyond_T), squares_T
+
+    how = {"normalizer": normalizer, "temperature": 0.7, "chunk_tokens": chunk}
+
+    def ours(hidden, head):
+        parts = [Part(*part) for part in zip(hidden, ids, slopes, strict=True)]
+        total, squares = token_sum(objective, head, parts, **how)
+        return 3 * total, squares
+
+    def theirs(hidden, head):
+        outs = [candidate_logits(h, head, i, **how) for h, i in zip(hidden, ids, strict=True)]
+        values = [jax.vmap(objective)(out, s) for out, s in zip(outs, slopes, strict=True)]
+        return 3 * sum(value.sum() for value, _ in values), [squares for _, squares in values]
+
+    assert np.isclose(ours(hidden, head)[0], theirs(hidden, head)[0], rtol=1e-4)
+    got = jax.value_and_grad(ours, (0, 1), has_aux=True)(hidden, head)
+    want = jax.value_and_grad(theirs, (0, 1), has_aux=True)(hidden, head)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-3)
 
 
 def test_bfloat16_hidden_states_accumulate_in_float32():
