@@ -213,7 +213,7 @@ def measure(vocabulary: int, folder: Path, runs: int) -> dict[str, dict[str, Any
     config = model_of(vocabulary)
     save_checkpoint(folder, config, init_params(config, jax.random.key(0)), dtype="float32")
     spawn = multiprocessing.get_context("spawn")
-    ends: dict[str, Connection] = {}
+    ends: dict[str, Any] = {}
     for name in ("ours", *PEERS):
         ends[name], other = spawn.Pipe()
         spawn.Process(target=serve, args=(other, name, vocabulary, folder), daemon=True).start()

@@ -84,7 +84,7 @@ def candidate_logits(
     if flat:
         hidden_TxD, candidate_ids_TxK = hidden_TxD[None], candidate_ids_TxK[None]
     how = _How(normalizer, chunk_tokens, temperature)
-    out = _candidate_logits(how, hidden_TxD, head_weight_VxD, candidate_ids_TxK)
+    out: Any = _candidate_logits(how, hidden_TxD, head_weight_VxD, candidate_ids_TxK)
     return jax.tree.map(lambda x: x[0], out) if flat else out
 
 

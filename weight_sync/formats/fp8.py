@@ -15,14 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weight_sync.formats import bf16
+from weight_sync.formats import bf16, kernels
 
 BLOCK = 128
 MAX = np.float32(448)
 # Keeps the division of an all-zero block defined: 1e-12 rounded to BF16, as slime has it.
 _SMALLEST_AMAX = np.float32(bf16.widen(np.array([0x2B8D], np.uint16))[0])
-
-_TILE_COLUMNS = 4 * BLOCK  # worked on at a time, so that intermediates stay in the cache
 
 _NORMAL_FROM = 0x3C800000  # bits of 2^-6, the smallest normal E4M3
 # Almost half a unit in the last place, minus the difference of the biases; wraps for subnormals.
@@ -74,27 +72,14 @@ def encode(bits_NxK: np.ndarray, *, name: str) -> Fp8Block:
     """
     bf16.amax(bits_NxK, name)
     N, K = bits_NxK.shape
-    codes = np.empty((N, K), np.uint8)
-    scale_inv = np.empty((-(-N // BLOCK), -(-K // BLOCK)), np.float32)
-    for row in range(0, N, BLOCK):
-        for column in range(0, K, _TILE_COLUMNS):
-            tile = np.s_[row : row + BLOCK, column : column + _TILE_COLUMNS]
-            codes[tile], scales = _encode_row_of_blocks(bits_NxK[tile])
-            first = column // BLOCK
-            scale_inv[row // BLOCK, first : first + len(scales)] = scales
-    return Fp8Block(codes, scale_inv)
-
-
-def _encode_row_of_blocks(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most 128 rows: their codes, and one scale per 128 columns."""
-    columns = bits.shape[1]
-    magnitudes = (bits & 0x7FFF).max(axis=0)
-    block_amax = bf16.widen(np.maximum.reduceat(magnitudes, np.arange(0, columns, BLOCK)))
-    scales = np.maximum(block_amax, _SMALLEST_AMAX) / MAX
-    x = bf16.widen(bits)
+    rows, columns = np.arange(0, N, BLOCK), np.arange(0, K, BLOCK)
+    magnitudes = np.stack([(bits_NxK[row : row + BLOCK] & 0x7FFF).max(axis=0) for row in rows])
+    block_amax = bf16.widen(np.maximum.reduceat(magnitudes, columns, axis=1))
     # Rounding of the scale puts a quotient at most one unit above 448, which rounds back to it.
-    x /= np.repeat(scales, BLOCK)[:columns]
-    return to_e4m3(x), scales
+    scale_inv = np.maximum(block_amax, _SMALLEST_AMAX) / MAX
+    codes = np.empty((N, K), np.uint8)
+    kernels.encode_e4m3(np.ascontiguousarray(bits_NxK), scale_inv, BLOCK, codes)
+    return Fp8Block(codes, scale_inv)
 
 
 def decode(block: Fp8Block) -> np.ndarray:

@@ -8,11 +8,11 @@ K divisible by 16:
     w = E2M1(nibble) * E4M3(block_scale) * global_scale
 A nibble is sign << 3 | index into (0, .5, 1, 1.5, 2, 3, 4, 6), rounded to nearest, ties to even.
 
-How the encoder is fast with the exact arithmetic of each recipe: an element's index depends only
-on its 15 magnitude bits, on the scale code of its block (126 of them) and on the tensor's global
-scale, and grows with the magnitude. So a tensor has one table of the smallest magnitudes that
-reach each index under each scale code, found by bisection with the recipe's own arithmetic; the
-elements are then compared as 16-bit integers and never widened.
+How the encoder is fast with the exact arithmetic of each recipe: a block's scale code depends only
+on the 15 magnitude bits of its largest element, and an element's index only on its own magnitude
+bits and that code, growing with the magnitude. So a tensor has two tables, made with the recipe's
+own arithmetic: the code of each magnitude, and the smallest magnitudes that reach each index under
+each code. The elements are then compared as 16-bit integers and never widened (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import NamedTuple
 import numpy as np
 
 from contracts.errors import BadInputError
-from weight_sync.formats import bf16, fp8
+from weight_sync.formats import bf16, fp8, kernels
 
 BLOCK = 16
-_CHUNK_BLOCKS = 8192  # worked on at a time, so that intermediates stay in the second-level cache
+_CHUNK_BLOCKS = 8192  # worked on at a time, so that 4over6's second candidate stays in the cache
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([E2M1, -E2M1])  # float32 [16], the value of each nibble
@@ -63,8 +63,13 @@ class _Arithmetic(NamedTuple):
 
     global_scale: np.float32
     block_scale: Callable[[np.ndarray], np.ndarray]  # float32 block amax -> E4M3 codes
-    scaled: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (|x|, block scale) -> rounded to E2M1
+    # |x| / divisor, or |x| * factor, is what is rounded to E2M1; float32 by scale code
+    divisor: np.ndarray | None = None
+    factor: np.ndarray | None = None
     keeps_negative_zero: bool = False  # x = -0.0 or an underflow becomes 0x8
+
+
+_SCALES = fp8.VALUES[:128]
 
 
 def _modelopt(amax: np.float32) -> _Arithmetic:
@@ -75,7 +80,7 @@ def _modelopt(amax: np.float32) -> _Arithmetic:
         s[s == 0] = 1
         return fp8.to_e4m3(np.clip(s, _F(2.0**-9), fp8.MAX))
 
-    return _Arithmetic(s2, block_scale, lambda x, sf: x / (sf * s2))
+    return _Arithmetic(s2, block_scale, divisor=_SCALES * s2)
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:
@@ -94,11 +99,11 @@ def _compressed_tensors(amax: np.float32) -> _Arithmetic:
         codes[codes == 0] = 0x20  # 0.125
         return codes
 
-    return _Arithmetic(_F(1) / encode, block_scale, lambda x, sf: x / (sf / encode))
+    return _Arithmetic(_F(1) / encode, block_scale, divisor=_SCALES / encode)
 
 
-def _reciprocal(x: np.ndarray, sf: np.ndarray, decode: np.float32) -> np.ndarray:
-    return x * np.minimum(_F(1) / (sf * decode), _LARGEST)
+def _reciprocals(decode: np.float32) -> np.ndarray:
+    return np.minimum(_F(1) / (_SCALES * decode), _LARGEST)
 
 
 def _transformer_engine(amax: np.float32) -> _Arithmetic:
@@ -108,9 +113,7 @@ def _transformer_engine(amax: np.float32) -> _Arithmetic:
     def block_scale(block_amax: np.ndarray) -> np.ndarray:
         return fp8.to_e4m3(np.minimum(block_amax * (encode * (_F(1) / _F(6))), fp8.MAX))
 
-    return _Arithmetic(
-        decode, block_scale, lambda x, sf: _reciprocal(x, sf, decode), keeps_negative_zero=True
-    )
+    return _Arithmetic(decode, block_scale, factor=_reciprocals(decode), keeps_negative_zero=True)
 
 
 def _four_over_six(amax: np.float32, stretch: np.float32) -> _Arithmetic:
@@ -123,9 +126,7 @@ def _four_over_six(amax: np.float32, stretch: np.float32) -> _Arithmetic:
         s = ((block_amax / _F(6)) * encode) * stretch
         return fp8.to_e4m3(np.minimum(s, fp8.MAX))
 
-    return _Arithmetic(
-        s2, block_scale, lambda x, sf: _reciprocal(x, sf, decode), keeps_negative_zero=True
-    )
+    return _Arithmetic(s2, block_scale, factor=_reciprocals(decode), keeps_negative_zero=True)
 
 
 def _arithmetics(recipe: Recipe, amax: np.float32) -> list[_Arithmetic]:
@@ -140,72 +141,24 @@ def _arithmetics(recipe: Recipe, amax: np.float32) -> list[_Arithmetic]:
     return [one[recipe](amax)]
 
 
-def _thresholds(arithmetic: _Arithmetic) -> np.ndarray:
-    """uint64 [8, 128]: row 0 the smallest magnitude that keeps its sign, row i that has index i.
+class _Tables(NamedTuple):
+    """An arithmetic as `kernels.encode_nvfp4` takes it."""
 
-    Columns are scale codes. Each threshold stands four times in its word, once per element of a
-    lane. Bisection over the finite BF16 magnitudes; one that is never reached stays at infinity.
-    """
-    zero = _F(0) if arithmetic.keeps_negative_zero else np.finfo(np.float32).smallest_subnormal
-    steps_8x1 = np.concatenate([[zero], _STEPS]).astype(np.float32)[:, None]
-    scale = fp8.VALUES[:128]
-    low = np.zeros((8, 128), np.uint16)
-    high = np.full((8, 128), bf16.INFINITY, np.uint16)
-    for _ in range(15):
-        middle = (low + high) >> 1
-        reached = arithmetic.scaled(bf16.widen(middle), scale) >= steps_8x1
-        high = np.where(reached, middle, high)
-        low = np.where(reached, low, np.minimum(middle + 1, high))
-    return high.astype(np.uint64) * np.uint64(0x0001_0001_0001_0001)
+    code_of: np.ndarray  # uint8 [32768]
+    thresholds: np.ndarray  # uint16 [128, 8]
+
+    @staticmethod
+    def of(arithmetic: _Arithmetic) -> _Tables:
+        code_of = np.zeros(0x8000, np.uint8)
+        code_of[: bf16.INFINITY] = arithmetic.block_scale(_MAGNITUDES.copy())
+        zero = _F(0) if arithmetic.keeps_negative_zero else np.finfo(np.float32).smallest_subnormal
+        scale = arithmetic.factor if arithmetic.divisor is None else arithmetic.divisor
+        assert scale is not None
+        steps = np.concatenate([[zero], _STEPS]).astype(np.float32)
+        return _Tables(code_of, kernels.thresholds(scale, arithmetic.divisor is not None, steps))
 
 
-# Lanes: the 16 elements of each of B blocks as uint16 [4, 4 * B], where row r, columns 4b..4b+3
-# are elements 4r..4r+3 of block b. Whole rows are then compared with one threshold per block.
-
-
-def _to_lanes(bits: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(bits.reshape(-1, BLOCK).view(np.uint64).T).view(np.uint16)
-
-
-def _lanes_to_bytes(nibbles: np.ndarray) -> np.ndarray:
-    """uint8 nibbles in lanes to packed bytes, uint8 [B, 8]."""
-    pairs = nibbles.view(np.uint16)  # low byte: even column, high byte: odd column
-    packed = (pairs | (pairs >> 4)).astype(np.uint8)
-    return np.ascontiguousarray(packed.view(np.uint16).T).view(np.uint8)
-
-
-def _block_amax(magnitudes: np.ndarray) -> np.ndarray:
-    largest = magnitudes.max(axis=0)
-    pairs = np.maximum(largest[0::2], largest[1::2])
-    return bf16.widen(np.maximum(pairs[0::2], pairs[1::2]))
-
-
-def _nibbles(
-    lanes: np.ndarray, magnitudes: np.ndarray, codes: np.ndarray, thresholds: np.ndarray
-) -> np.ndarray:
-    """Elements to nibbles (uint8, in lanes) under the blocks' scale codes."""
-    columns = codes.astype(np.intp)
-
-    def reached(row: int) -> np.ndarray:
-        return magnitudes >= thresholds[row].take(columns).view(np.uint16)
-
-    nibbles = (reached(0) & (lanes > 0x7FFF)).view(np.uint8) << 3
-    for row in range(1, 8):
-        nibbles += reached(row).view(np.uint8)
-    return nibbles
-
-
-def _squared_error(
-    lanes: np.ndarray, nibbles: np.ndarray, codes: np.ndarray, encode: np.float32
-) -> np.ndarray:
-    """float32 [B], summed in column order as a loop over the block would."""
-    decoded = VALUES[nibbles] * np.repeat(fp8.VALUES[codes], 4)
-    squares_4xBx4 = np.square(decoded - bf16.widen(lanes) * encode).reshape(4, -1, 4)
-    error = np.zeros(len(codes), np.float32)
-    for row in range(4):
-        for column in range(4):
-            error += squares_4xBx4[row, :, column]
-    return error
+_MAGNITUDES = bf16.widen(np.arange(bf16.INFINITY, dtype=np.uint16))
 
 
 def encode(
@@ -224,39 +177,34 @@ def encode(
         raise BadInputError(
             f"tensor {name} in nvfp4", expected=f"columns in multiples of {BLOCK}", found=K
         )
-    blocks = np.ascontiguousarray(bits_NxK).reshape(-1, BLOCK)
-    packed = np.empty((len(blocks), BLOCK // 2), np.uint8)
-    block_scale = np.empty(len(blocks), np.uint8)
+    bits = np.ascontiguousarray(bits_NxK).reshape(-1)
+    packed = np.empty(bits.size // 2, np.uint8)
+    block_scale = np.empty(bits.size // BLOCK, np.uint8)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
-        candidates = [(a, _thresholds(a)) for a in _arithmetics(recipe, _F(amax))]
-        for start in range(0, len(blocks), _CHUNK_BLOCKS):
-            chunk = slice(start, start + _CHUNK_BLOCKS)
-            lanes = _to_lanes(blocks[chunk])
-            magnitudes = lanes & np.uint16(0x7FFF)
-            block_amax = _block_amax(magnitudes)
-            encoded = []
-            for arithmetic, thresholds in candidates:
-                codes = arithmetic.block_scale(block_amax)
-                encoded.append((codes, _nibbles(lanes, magnitudes, codes, thresholds)))
-            codes, nibbles = encoded[0]
-            if len(encoded) == 2:
-                codes, nibbles = _better(lanes, encoded, candidates[0][0].global_scale)
-            packed[chunk] = _lanes_to_bytes(nibbles)
-            block_scale[chunk] = codes
-    return NvFp4(
-        packed.reshape(N, K // 2), block_scale.reshape(N, K // BLOCK), candidates[0][0].global_scale
-    )
+        first, *second = _arithmetics(recipe, _F(amax))
+        kernels.encode_nvfp4(bits, *_Tables.of(first), packed, block_scale)
+        if second:
+            unit = min(_F(1) / first.global_scale, _LARGEST)
+            _take_better(bits, packed, block_scale, _Tables.of(*second), unit)
+    return NvFp4(packed.reshape(N, K // 2), block_scale.reshape(N, K // BLOCK), first.global_scale)
 
 
-def _better(
-    lanes: np.ndarray, encoded: list[tuple[np.ndarray, np.ndarray]], global_scale: np.float32
-) -> tuple[np.ndarray, np.ndarray]:
-    """Per block the second candidate where its squared error is smaller, else the first."""
-    unit = min(_F(1) / global_scale, _LARGEST)
-    first, second = (_squared_error(lanes, nibbles, codes, unit) for codes, nibbles in encoded)
-    take = second < first
-    codes = np.where(take, encoded[1][0], encoded[0][0])
-    return codes, np.where(np.repeat(take, 4), encoded[1][1], encoded[0][1])
+def _take_better(
+    bits: np.ndarray, packed: np.ndarray, codes: np.ndarray, tables: _Tables, unit: np.float32
+) -> None:
+    """Overwrites the blocks whose squared error is smaller under the second candidate."""
+    for start in range(0, len(codes), _CHUNK_BLOCKS):
+        num = min(_CHUNK_BLOCKS, len(codes) - start)
+        x = bits[start * BLOCK : (start + num) * BLOCK]
+        own = packed[start * 8 : (start + num) * 8], codes[start : start + num]
+        other = np.empty(num * 8, np.uint8), np.empty(num, np.uint8)
+        kernels.encode_nvfp4(x, *tables, *other)
+        errors = np.empty((2, num), np.float32)
+        for (nibbles, scales), error in zip((own, other), errors, strict=True):
+            kernels.squared_errors(x, nibbles, scales, VALUES, fp8.VALUES, unit, error)
+        better = errors[1] < errors[0]
+        own[0].reshape(num, 8)[better] = other[0].reshape(num, 8)[better]
+        own[1][better] = other[1][better]
 
 
 def decode(tensor: NvFp4) -> np.ndarray:
