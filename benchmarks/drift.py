@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -29,7 +30,7 @@ STAYING = {
     "sc+tis": (TIS, True),
 }
 ADVANTAGES = {1.0: "every advantage +1", -1.0: "every advantage -1"}
-STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+STYLE: dict[Any, Any] = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 
 
 def draw_panel(axes: Axes, advantage: float) -> None:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from contracts.errors import BadInputError
 from trainer_jax import loss_metrics
 from trainer_jax.batch import Batch, TokenBucket
-from trainer_jax.head import candidate_logits
+from trainer_jax.head import CandidateLogits, Part, candidate_logits, token_sum
 from trainer_jax.loss import LogBand, LossConfig, SamplerRecord, position_of, token_objective
 from trainer_jax.mesh import batch_sharding, param_shardings
 from trainer_jax.models.config import ComputeConfig, ModelConfig
@@ -44,17 +44,14 @@ class TrainState:
     step: jax.Array
 
 
-class _Scored(NamedTuple):
-    """A bucket's tokens, flat [T] over shards and slots, with what the head says about them."""
+class _Token(NamedTuple):
+    """What the objective knows of a bucket's tokens beside their logits, each [S, N]."""
 
-    logits_TxK: jax.Array
-    sampled_logit_T: jax.Array
-    normalizer_T: jax.Array | None
-    entropy_T: jax.Array | None
     record: SamplerRecord
-    trajectory_T: jax.Array
-    group_T: jax.Array
-    staleness_T: jax.Array
+    drawn: jax.Array  # the token drawn, -1 where masked
+    num_trained: jax.Array  # tokens of its trajectory
+    mean_log_ratio: jax.Array | None  # over its trajectory
+    group: jax.Array
 
 
 class _Scalars(NamedTuple):
@@ -261,87 +258,100 @@ def batch_objective(
     S = batch.buckets[0].mask_SxN.shape[0]
     hidden_SxLxD = hidden_BxRxD.reshape(S, -1, hidden_BxRxD.shape[-1])
     head_VxD = head_weight(params, compute=compute)
-    scored = [
-        _score(bucket, hidden_SxLxD, head_VxD, scalars, replay=loss.replay, temperature=temperature)
-        for bucket in batch.buckets
-    ]
-    mean_log_ratio_M = None
+    parts = [_ask(bucket, hidden_SxLxD, batch.num_trained_M, loss) for bucket in batch.buckets]
     if loss.importance == "sequence" or loss.off_policy_limit is not None:
-        mean_log_ratio_M = _mean_log_ratio(scored, jnp.asarray(batch.num_trained_M))
-
-    total = jnp.zeros((), jnp.float32)
+        parts = _with_mean_log_ratio(parts, batch, head_VxD, loss, temperature)
+    total, stats = token_sum(
+        functools.partial(_token_value, loss=loss, group_names=group_names),
+        head_VxD,
+        parts,
+        normalizer=not loss.replay,
+        temperature=temperature,
+    )
     sums = loss_metrics.no_sums(len(group_names))
-    log_bands_Gx2 = jnp.asarray(loss.log_bands(group_names))
-    for part in scored:
-        record, mean_log_ratio_T = part.record, None
-        if mean_log_ratio_M is not None:
-            mean_log_ratio_T = mean_log_ratio_M[part.trajectory_T]
-            record = _drop_off_policy(record, mean_log_ratio_T, loss.off_policy_limit)
-        objective_T, stats = token_objective(
-            part.logits_TxK,
-            part.sampled_logit_T,
-            part.normalizer_T,
-            record,
-            importance=loss.importance,
-            band=LogBand(*log_bands_Gx2[part.group_T].T),
-            center=loss.center,
-            sequence_log_ratio_T=mean_log_ratio_T,
-        )
-        if part.entropy_T is not None:
-            stats = loss_metrics.with_entropy(stats, part.entropy_T)
-        if loss.reduction == "sequence-mean":
-            objective_T /= jnp.maximum(batch.num_trained_M[part.trajectory_T], 1.0)
-        total += objective_T.sum()
-        labels = loss_metrics.labels(part.group_T, part.staleness_T, len(group_names))
-        sums = loss_metrics.merge(sums, loss_metrics.summarize(stats, labels, part.staleness_T))
+    for bucket, stats_SxN in zip(batch.buckets, stats, strict=True):
+        stats_T = jax.tree.map(jnp.ravel, stats_SxN)
+        staleness_T = scalars.version - jnp.ravel(bucket.version_SxN)
+        labels = loss_metrics.labels(jnp.ravel(bucket.group_SxN), staleness_T, len(group_names))
+        sums = loss_metrics.merge(sums, loss_metrics.summarize(stats_T, labels, staleness_T))
     return total / scalars.denominator, sums
 
 
-def _score(
-    bucket: TokenBucket, hidden_SxLxD, head_VxD, scalars: _Scalars, *, replay, temperature
-) -> _Scored:
-    """Trainer logits of a bucket. Without replay the token drawn may lie outside K: one more id."""
+def _ask(bucket: TokenBucket, hidden_SxLxD, num_trained_M, loss: LossConfig) -> Part:
+    """What the head is asked. Without replay the token drawn may lie outside K: one more id."""
     ids_SxNxK = jnp.asarray(bucket.candidate_ids_SxNxK)
-    drawn_SxNx1 = jnp.where(bucket.mask_SxN, bucket.sampled_SxN, -1)[:, :, None]
-    asked = ids_SxNxK if replay else jnp.concatenate([ids_SxNxK, drawn_SxNx1], axis=2)
-    hidden_SxNxD = jnp.take_along_axis(hidden_SxLxD, bucket.position_SxN[:, :, None], axis=1)
-    out = candidate_logits(
-        hidden_SxNxD, head_VxD, asked, normalizer=not replay, temperature=temperature
-    )
-    if replay:
-        logits_SxNxK = out.logits_TxK
-        sampled_logit_SxN = jnp.where(ids_SxNxK == drawn_SxNx1, logits_SxNxK, 0.0).sum(2)
-    else:
-        logits_SxNxK, sampled_logit_SxN = out.logits_TxK[:, :, :-1], out.logits_TxK[:, :, -1]
-
-    def flat(x) -> jax.Array:
-        return jnp.asarray(x).reshape(-1, *x.shape[2:])
-
-    return _Scored(
-        logits_TxK=flat(logits_SxNxK),
-        sampled_logit_T=flat(sampled_logit_SxN),
-        normalizer_T=None if out.normalizer_T is None else flat(out.normalizer_T),
-        entropy_T=None if out.entropy_T is None else flat(out.entropy_T),
-        record=SamplerRecord(
-            candidate_ids_TxK=flat(ids_SxNxK),
-            candidate_sampler_logp_TxK=flat(bucket.candidate_sampler_logp_SxNxK),
-            sampler_logp_T=flat(bucket.sampler_logp_SxN),
-            advantage_T=flat(bucket.advantage_SxN),
-            mask_T=flat(bucket.mask_SxN),
+    drawn_SxN = jnp.where(bucket.mask_SxN, bucket.sampled_SxN, -1)
+    more = [] if loss.replay else [drawn_SxN[:, :, None]]
+    return Part(
+        hidden_SxTxD=jnp.take_along_axis(hidden_SxLxD, bucket.position_SxN[:, :, None], axis=1),
+        candidate_ids_SxTxK=jnp.concatenate([ids_SxNxK, *more], axis=2),
+        tokens=_Token(
+            record=SamplerRecord(
+                candidate_ids_TxK=ids_SxNxK,
+                candidate_sampler_logp_TxK=jnp.asarray(bucket.candidate_sampler_logp_SxNxK),
+                sampler_logp_T=jnp.asarray(bucket.sampler_logp_SxN),
+                advantage_T=jnp.asarray(bucket.advantage_SxN),
+                mask_T=jnp.asarray(bucket.mask_SxN),
+            ),
+            drawn=drawn_SxN,
+            num_trained=jnp.asarray(num_trained_M)[bucket.trajectory_SxN],
+            mean_log_ratio=None,
+            group=jnp.asarray(bucket.group_SxN),
         ),
-        trajectory_T=flat(bucket.trajectory_SxN),
-        group_T=flat(bucket.group_SxN),
-        staleness_T=scalars.version - flat(bucket.version_SxN),
     )
 
 
-def _mean_log_ratio(scored: Sequence[_Scored], num_trained_M: jax.Array) -> jax.Array:
-    """Mean of log p/q over each trajectory's trained tokens, without a gradient."""
-    totals_M = jnp.zeros_like(num_trained_M)
-    for part in scored:
-        at = position_of(part.logits_TxK, part.sampled_logit_T, part.normalizer_T, part.record)
-        totals_M = totals_M.at[part.trajectory_T].add(at.log_ratio_T.astype(totals_M.dtype))
-    return jax.lax.stop_gradient(totals_M / jnp.maximum(num_trained_M, 1.0))
+def _logits_of(out: CandidateLogits, token: _Token) -> tuple[jax.Array, jax.Array]:
+    """Logits at the candidates, and at the token drawn."""
+    if out.normalizer_T is not None:
+        return out.logits_TxK[:, :-1], out.logits_TxK[:, -1]
+    is_drawn_TxK = token.record.candidate_ids_TxK == token.drawn[:, None]
+    return out.logits_TxK, jnp.where(is_drawn_TxK, out.logits_TxK, 0.0).sum(1)
+
+
+def _token_value(
+    out: CandidateLogits, token: _Token, *, loss: LossConfig, group_names: tuple[str, ...]
+) -> tuple[jax.Array, loss_metrics.TokenStats]:
+    """The objective of each token alone: everything that couples tokens is already in `token`."""
+    record = _drop_off_policy(token.record, token.mean_log_ratio, loss.off_policy_limit)
+    logits_TxK, sampled_logit_T = _logits_of(out, token)
+    objective_T, stats = token_objective(
+        logits_TxK,
+        sampled_logit_T,
+        out.normalizer_T,
+        record,
+        importance=loss.importance,
+        band=LogBand(*jnp.asarray(loss.log_bands(group_names))[token.group].T),
+        center=loss.center,
+        sequence_log_ratio_T=token.mean_log_ratio,
+    )
+    if out.entropy_T is not None:
+        stats = loss_metrics.with_entropy(stats, out.entropy_T)
+    if loss.reduction == "sequence-mean":
+        objective_T /= jnp.maximum(token.num_trained, 1.0)
+    return objective_T, stats
+
+
+def _with_mean_log_ratio(
+    parts: list[Part], batch: Batch, head_VxD, loss: LossConfig, temperature: float
+) -> list[Part]:
+    """Mean of log p/q over each trajectory's trained tokens, from a pass without a gradient."""
+    totals_M = jnp.zeros(batch.num_trained_M.shape, jnp.float32)
+    for bucket, part in zip(batch.buckets, parts, strict=True):
+        hidden_SxNxD, head = jax.lax.stop_gradient((part.hidden_SxTxD, head_VxD))
+        out = candidate_logits(
+            hidden_SxNxD, head, part.candidate_ids_SxTxK,
+            normalizer=not loss.replay, temperature=temperature,
+        )  # fmt: skip
+        at = jax.vmap(
+            lambda out, token: position_of(*_logits_of(out, token), out.normalizer_T, token.record)
+        )(out, part.tokens)
+        totals_M = totals_M.at[bucket.trajectory_SxN].add(at.log_ratio_T)
+    mean_M = totals_M / jnp.maximum(jnp.asarray(batch.num_trained_M), 1.0)
+    return [
+        part._replace(tokens=part.tokens._replace(mean_log_ratio=mean_M[bucket.trajectory_SxN]))
+        for bucket, part in zip(batch.buckets, parts, strict=True)
+    ]
 
 
 def _drop_off_policy(record: SamplerRecord, mean_log_ratio_T, limit: float | None) -> SamplerRecord:
