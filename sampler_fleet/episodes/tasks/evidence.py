@@ -6,7 +6,6 @@ are per template variant, names not yet chosen, and cached: writing a task execu
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -120,6 +119,8 @@ def _load(source: str, function: str) -> Callable[..., Any]:
 
 def _call(function: Callable[..., Any], values: tuple[Any, ...]) -> str:
     try:
-        return f"returned {function(*copy.deepcopy(values))!r}"
+        # a function may change its lists, and theirs are flat
+        copies = [[*value] if isinstance(value, list) else value for value in values]
+        return f"returned {function(*copies)!r}"
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         return f"raised {type(error).__name__}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
 
@@ -252,7 +253,8 @@ class TestFailures:
                 await asyncio.sleep(0.02)
                 for sandbox in list(pool._open):
                     if sandbox._process is not None:
-                        os.kill(sandbox.pid, 9)
+                        with contextlib.suppress(ProcessLookupError):  # dead, and not closed yet
+                            os.kill(sandbox.pid, 9)
 
         killer = asyncio.create_task(kill())
         trajectory, _ = await play("sleep 1", SUBMIT_COMMAND, sandboxes=pool)
