@@ -129,10 +129,10 @@ async def _serve(
                 server, fleet=fleet, spool=spool, producer=producer, weights_address=weights
             ),
         )
-        write_port_file(port_file, port)
-        log.info("listening on port %d; %d groups kept", port, spool.count())
-        work = asyncio.ensure_future(_first_failure(fleet.keep_leases(), producer.run()))
         try:
+            write_port_file(port_file, port)
+            log.info("listening on port %d; %d groups kept", port, spool.count())
+            work = asyncio.ensure_future(_first_failure(fleet.keep_leases(), producer.run()))
             await run_until_stopped(work, work.cancel)
         finally:
             fleet.stop()
@@ -243,7 +243,10 @@ def status(
 
     from sampler_fleet.status import show
 
-    show(gateway, read_token(token_file), every_seconds=every, console=Console(), as_json=as_json)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a file has no width, and the tables need one
+    show(gateway, read_token(token_file), every_seconds=every, console=console, as_json=as_json)
 
 
 @app.command()

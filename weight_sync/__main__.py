@@ -1,6 +1,6 @@
 """`python -m weight_sync {serve,publish,status,check}`: the commands of the weight service.
 
-Owns arguments, signals and the port file.
+Owns arguments, signals and the port file. Must not know formats or the store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The `[weights]` section of a run file."""
+"""The `[weights]` section of a run file.
+
+Owns its keys and defaults. Must not read files: `contracts.runfile` does.
+"""
 
 from __future__ import annotations
 

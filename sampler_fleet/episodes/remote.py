@@ -3,7 +3,8 @@
 Owns both ends. The worker runs the policy's code; the tests see its modules, functions, classes and
 objects as proxies. Plain values (see `wire.py`) cross as copies, so that tests compare built-in
 objects with built-in objects in a process that never holds an object, class or line of the policy.
-Everything else stays behind as a reference to call, index, iterate or compare with its like.
+Everything else stays behind as a reference to call, index, iterate or compare with its like. Must
+not judge: `grading.py` does.
 
 What a test may do: call functions and classes of the tree, pass its own functions, read and set
 attributes, iterate, catch the tree's exceptions, see its own lists, dicts and sets changed by a

@@ -1,7 +1,7 @@
 """NVFP4: E2M1 elements, an E4M3 scale per 16 of them, one float32 scale per tensor.
 
-Owns the bit layout and the recipes, which differ in rounding, not in layout. For a matrix [N, K],
-K divisible by 16:
+Owns the bit layout and the recipes, which differ in rounding, not in layout; must not know files,
+models or tensor names. For a matrix [N, K], K divisible by 16:
     packed        uint8   [N, K / 2]   column 2j in the low nibble of byte j, 2j + 1 in the high
     block_scale   uint8   [N, K / 16]  E4M3, row-major (not swizzled)
     global_scale  float32 []           `weight_scale_2`
