@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,12 @@ LIMITS = SandboxLimits(
     output_bytes=4 << 20,
     tree_bytes=1 << 20,
 )
+
+
+@pytest.fixture(scope="session")
+def tokenizer_files() -> Path:
+    """The demo's tokenizer. tests/examples holds it against the code that writes it."""
+    return Path(__file__).parents[3] / "examples" / "demo-checkpoint"
 
 
 @pytest.fixture(scope="session")

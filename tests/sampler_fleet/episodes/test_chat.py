@@ -18,8 +18,6 @@ from sampler_fleet.episodes.tasks import generate_tasks
 from sampler_fleet.episodes.tokenizer import (
     CONTROL_TOKENS,
     MAX_VOCABULARY,
-    build_tokenizer,
-    write_tokenizer,
 )
 
 NASTY = (
@@ -38,10 +36,8 @@ text = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 @pytest.fixture(scope="session")
-def directory(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory)
-    return directory
+def directory(tokenizer_files) -> Path:
+    return tokenizer_files
 
 
 @pytest.fixture(scope="session")
@@ -70,10 +66,6 @@ class TestTokenizer:
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         assert tokenizer.get_vocab_size() <= MAX_VOCABULARY
         assert sorted(tokenizer.get_vocab().values()) == list(range(tokenizer.get_vocab_size()))
-
-    def test_deterministic(self, directory):
-        built = json.loads(build_tokenizer().to_str())
-        assert built == json.loads((directory / "tokenizer.json").read_text())
 
     @given(text)
     @settings(deadline=None)
@@ -114,7 +106,7 @@ class TestTokenizer:
             tokens = {t for text in texts for t in tokenizer.encode(text).tokens}
             return {token for token in tokens if len(token) > 1}
 
-        assert not seen("heldout", 300) - seen("train", 4000)
+        assert not seen("heldout", 300) - seen("train", 2000)
 
     def test_transformers_agrees(self, directory, chat):
         from transformers import AutoTokenizer

@@ -24,17 +24,14 @@ from sampler_fleet.episodes.tasks.edit import Edit
 from sampler_fleet.episodes.tasks.generate import generate_problems
 from sampler_fleet.episodes.tasks.script import CONTEXT_LINES, ScriptConfig, play
 from sampler_fleet.episodes.tasks.shell import run_command
-from sampler_fleet.episodes.tokenizer import write_tokenizer
 
 FLAWLESS = ScriptConfig(wrong_edit=0, look_around=0, malformed=0, early_submit=0)
 CHAOTIC = ScriptConfig(wrong_edit=0.8, look_around=0.8, malformed=0.3, early_submit=0.2)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory)
-    return directory
+def tokenizer(tokenizer_files) -> Path:
+    return tokenizer_files
 
 
 def problems(num: int, seed: int = 0):

@@ -26,17 +26,14 @@ from sampler_fleet.episodes.base import GeneratedChunk, SandboxError
 from sampler_fleet.episodes.chat import ChatFormat
 from sampler_fleet.episodes.prompts import SUBMIT_COMMAND
 from sampler_fleet.episodes.sandbox import SandboxPool
-from sampler_fleet.episodes.tokenizer import write_tokenizer
 
 FIX = "sed -i 's/+/*/' shop/cart.py"
 LIMITS = EpisodeLimits(max_turns=6, command_seconds=5)
 
 
 @pytest.fixture(scope="session")
-def chat(tmp_path_factory) -> ChatFormat:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory)
-    return ChatFormat.load(directory)
+def chat(tokenizer_files) -> ChatFormat:
+    return ChatFormat.load(tokenizer_files)
 
 
 class Scripted:
