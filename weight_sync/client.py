@@ -248,6 +248,8 @@ class WeightClient:
                 await asyncio.to_thread(verify_file, path, manifest)
                 return
             except RetryError as error:
+                if isinstance(error, _GoneError):
+                    raise
                 if isinstance(error, CorruptError):
                     path.unlink(missing_ok=True)
                 attempt += 1
@@ -279,11 +281,15 @@ class WeightClient:
                     missing -= len(reply.data)
                     self._on_bytes(len(reply.data))
         except FileNotFoundError as error:
-            raise RetryError(f"version {manifest.version} is gone ({error})") from None
+            raise _GoneError(f"version {manifest.version} is gone ({error})") from None
         finally:
             call.cancel()
         if missing > 0:
             raise RetryError(f"{self._address}: {entry.name} broke off, {missing} bytes missing")
+
+
+class _GoneError(RetryError):
+    """The service has collected the version: only a newer one helps."""
 
 
 def _size(path: Path) -> int:

@@ -149,8 +149,17 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         )
         for old in removed:
             self._fetched_at.pop(old, None)
+        for other, newest in self._newest.items():
+            if newest in removed:  # nobody has watched this format for a while
+                self._look_again(other)
         self._work.set()
         await self._wake()
+
+    def _look_again(self, format: WeightFormat) -> None:
+        """What was the newest version in a format is there no more."""
+        held = [v for v in self._store.versions() if format in self._store.formats(v)]
+        self._newest[format] = max(held, default=0)
+        self._messages.pop(format, None)
 
     # Convert
 
@@ -217,7 +226,11 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
             try:
                 while not self._closing:
                     if self._newest[format] > sent:
-                        message = self._message(format)
+                        try:
+                            message = self._message(format)
+                        except FileNotFoundError:  # collected a moment ago
+                            self._look_again(format)
+                            continue
                         sent = message.version
                         yield message
                         continue
@@ -276,9 +289,7 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         log.error("version %d in %s: %s is corrupt on disk", version, format, name)
         if format != WeightFormat.BF16:
             await asyncio.to_thread(self._store.discard, version, format)
-            held = [v for v in self._store.versions() if format in self._store.formats(v)]
-            self._newest[format] = max(held, default=0)
-            self._messages.pop(format, None)
+            self._look_again(format)
             self._work.set()
         raise CorruptError(f"version {version} in {format}: {name} is corrupt on disk")
 

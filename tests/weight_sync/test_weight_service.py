@@ -144,6 +144,34 @@ async def test_many_watchers_get_one_message(tmp_path, contents, monkeypatch):
     assert made == [1]
 
 
+async def test_a_format_nobody_watched_while_its_version_was_collected(tmp_path, contents):
+    """Its next watcher waits for the newest version; it isn't told of one that is gone."""
+    async with (
+        running(tmp_path / "store", keep_versions=2) as (address, store),
+        receiving(address, tmp_path / "sampler", FP8) as client,
+    ):
+        await put(address, contents[1], 1)
+        assert (await next_manifest(client)).version == 1
+        for version in range(2, 5):
+            await put(address, contents[1 + version % 2], version)
+        assert store.versions() == [3, 4]
+        manifest = await next_manifest(client)
+        assert manifest.version == 4
+        assert read_manifest(await client.fetch(manifest)).version == 4
+
+
+async def test_a_version_that_is_gone_is_not_asked_for_again(tmp_path, contents):
+    async with (
+        running(tmp_path / "store", keep_versions=1) as (address, _),
+        receiving(address, tmp_path / "sampler", patience_s=3600) as client,
+    ):
+        await put(address, contents[1], 1)
+        manifest = await next_manifest(client)
+        await put(address, contents[2], 2)
+        with pytest.raises(RetryError, match="version 1 is gone"):
+            await asyncio.wait_for(client.fetch(manifest), 20)
+
+
 async def test_only_the_newest_two_versions_stay_with_a_sampler(tmp_path, contents):
     async with (
         running(tmp_path / "store") as (address, _),
