@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+EXIT_DIRTY = 3  # of a process that is to be replaced
+
 
 class BadInputError(ValueError):
     """A person or a peer gave something unusable; trying again won't help."""
@@ -46,27 +48,32 @@ def _sentence(error: OSError) -> str:
     return f"{subject}{error.strerror or error}"
 
 
+_POLITE = (BadInputError, ConflictError, RetryError, DirtyProcessError, OSError)  # and AuthError
+
+
 def exits_politely(main: Callable[..., int | None]) -> Callable[..., Any]:
     """Wraps an entry point: bad input and the system's refusals become one sentence and status 2.
 
-    Anything else is a bug and keeps its traceback. Set DEBUG=1 to see the traceback of all.
+    A DirtyProcessError becomes one with status 3. Anything else is a bug and keeps its traceback.
+    Set DEBUG=1 to see the traceback of all.
     """
 
     @functools.wraps(main)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             status = main(*args, **kwargs)
-        except (BadInputError, ConflictError, RetryError, AuthError) as error:
-            message = str(error)
-        except OSError as error:
-            message = _sentence(error)
         except KeyboardInterrupt:
             sys.exit(130)
+        except _POLITE as error:
+            if os.environ.get("DEBUG"):
+                raise
+            message = str(error)
+            if isinstance(error, OSError) and not isinstance(error, AuthError):
+                message = _sentence(error)
+            status = EXIT_DIRTY if isinstance(error, DirtyProcessError) else 2
         else:
             sys.exit(status or 0)
-        if os.environ.get("DEBUG"):
-            raise
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(status)
 
     return wrapped

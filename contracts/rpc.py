@@ -6,9 +6,13 @@ and keepalive settings. Must not know any particular service.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import hmac
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,10 +104,17 @@ def calling(address: str) -> Iterator[None]:
 
 
 def read_token(path: str | Path | None) -> str:
-    """The bearer token in a file ("" without one), never logged."""
+    """The bearer token in a file ("" without one), never logged. Raises BadInputError."""
     if not path:
         return ""
-    token = Path(path).read_text().strip()
+    try:
+        token = Path(path).read_bytes().decode("ascii").strip()
+    except UnicodeDecodeError:
+        token = "\0"
+    if not token.isprintable():  # a header can't carry it
+        raise BadInputError(
+            f"token file {path}", expected="one line of ASCII text", found="other bytes"
+        )
     if len(token) < 16:
         raise BadInputError(
             f"token file {path}", expected="at least 16 characters", found=f"{len(token)}"
@@ -260,17 +271,62 @@ async def start_server(
 ) -> tuple[grpc.aio.Server, int]:
     """Starts an asyncio server at host:port (port 0 picks one) and returns it with its port.
 
-    `add` registers the servicers. Raises BadInputError when the port is taken.
+    `add` registers the servicers.
+
+    Raises:
+        BadInputError: not host:port, a port in use on any of the host's addresses, or none of
+            them an address of this machine.
     """
+    await _check_listen(address)
     server = grpc.aio.server(options=_OPTIONS, interceptors=[_CheckToken(token)] if token else [])
     add(server)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError:
         port = 0
-    if not port:
-        raise BadInputError(
-            f"listen address {address}", expected="a free port", found="it is in use or invalid"
-        )
+    if not port:  # somebody was faster
+        raise BadInputError(f"listen address {address}", expected="a free port", found="it in use")
     await server.start()
     return server, port
+
+
+async def _check_listen(address: str) -> None:
+    """What gRPC would let pass: it wraps port numbers, and is content with one address of many."""
+    subject = f"listen address {address}"
+    host, _, port = address.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not bare or (":" in bare) != (host == f"[{bare}]"):
+        raise BadInputError(subject, expected="HOST:PORT or [IPV6]:PORT", found="something else")
+    if not (port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 1 << 16):
+        raise BadInputError(subject, expected="a port from 0 to 65535", found=port or "none")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            bare, int(port), type=socket.SOCK_STREAM
+        )
+    except (OSError, UnicodeError):
+        raise BadInputError(
+            subject, expected="a host name or address", found=f"no address of {bare!r}"
+        ) from None
+    refused = {_refusal(family, place) for family, *_, place in found}
+    if errno.EADDRINUSE in refused:
+        raise BadInputError(subject, expected="a free port", found="it in use")
+    if 0 in refused:  # a machine without IPv6 still has 127.0.0.1 of localhost
+        return
+    if refused <= {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
+        raise BadInputError(
+            subject, expected="a host of this machine", found="not an address of this machine"
+        )
+    raise BadInputError(
+        subject, expected="one that may be listened at", found=os.strerror(max(refused))
+    )
+
+
+def _refusal(family: int, place: Any) -> int:
+    """The errno of binding there, 0 if it can be done."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+            trial.bind(place)
+    except OSError as error:
+        return error.errno or errno.EINVAL
+    return 0

@@ -27,6 +27,9 @@ _MODEL_FIELDS = (
     "rms_norm_eps",
 )
 
+# what reading JSON of another form than expected raises
+_UNUSABLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointIdentity:
@@ -73,7 +76,8 @@ def identify_checkpoint(directory: Path) -> CheckpointIdentity:
     try:
         config = json.loads(path.read_bytes())
         vocab_size = int(config["vocab_size"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        canonical = _canonical(config)
+    except _UNUSABLE as error:
         raise BadInputError(
             str(path), expected="a model configuration with a vocab_size", found=repr(error)
         ) from None
@@ -86,7 +90,7 @@ def identify_checkpoint(directory: Path) -> CheckpointIdentity:
             found=num_tokens,
         )
     return CheckpointIdentity(
-        model_fingerprint=fingerprint(json.dumps(_canonical(config), sort_keys=True).encode()),
+        model_fingerprint=fingerprint(json.dumps(canonical, sort_keys=True).encode()),
         tokenizer_fingerprint=fingerprint(tokenizer),
         vocab_size=vocab_size,
     )
@@ -98,7 +102,7 @@ def _num_tokens(tokenizer: bytes, path: Path) -> int:
         fields = json.loads(tokenizer)
         ids = [token["id"] for token in fields.get("added_tokens") or ()]
         vocabulary = (fields.get("model") or {}).get("vocab") or {}
-    except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+        ids += vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return 1 + max(ids, default=-1)
+    except _UNUSABLE as error:
         raise BadInputError(str(path), expected="a tokenizer", found=repr(error)) from None
-    ids += vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return 1 + max(ids, default=-1)

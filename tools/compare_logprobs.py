@@ -15,8 +15,9 @@ import functools
 import http.client
 import importlib.util
 import json
-import os
+import math
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from contracts.errors import BadInputError, RetryError, exits_politely
+from contracts.files import replacing
 from trainer_jax.head import candidate_logits
 from trainer_jax.hf import load_checkpoint
 from trainer_jax.models.config import ModelConfig
@@ -241,13 +243,8 @@ def _dump(path: Path, rows: Rows, **values: Rows) -> None:
     }
     arrays["tokens"] = np.concatenate(rows)
     arrays["offsets"] = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with fresh.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        fresh.rename(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    with replacing(path) as aside, aside.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 def _show(console: Console, summary: dict[str, Any], compared: Difference | None) -> None:
@@ -285,15 +282,25 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _is_url(text: str) -> bool:
+    try:
+        url = urllib.parse.urlsplit(text)
+        (url.hostname or "").encode("idna")
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # of a bad bracket, label or port
+        return False
+
+
 def _check(arguments: argparse.Namespace) -> None:
     peer = arguments.peer
-    if peer not in (None, "transformers") and not peer.startswith(("http://", "https://")):
+    if peer not in (None, "transformers") and not _is_url(peer):
         raise BadInputError("--peer", expected="transformers or http://HOST:PORT", found=peer)
     if arguments.worst < 0:
         raise BadInputError("--worst", expected="at least 0", found=arguments.worst)
-    if arguments.timeout <= 0:
+    if not 0 < arguments.timeout < math.inf:
         raise BadInputError("--timeout", expected="more than 0", found=arguments.timeout)
-    if arguments.dump and not arguments.dump.parent.is_dir():
+    dump = arguments.dump
+    if dump and (not dump.parent.is_dir() or (dump.exists() and not dump.is_file())):
         raise BadInputError("--dump", expected="a file in a directory", found=arguments.dump)
 
 

@@ -16,9 +16,15 @@ from rich.table import Table
 
 from contracts.errors import BadInputError, exits_politely
 from contracts.types import WeightFormat
-from weight_sync.convert import Options, convert_directory, plan_directory, source_bytes
+from weight_sync.convert import (
+    Options,
+    check_destination,
+    convert_directory,
+    plan_directory,
+    source_bytes,
+)
 from weight_sync.formats.nvfp4 import Recipe
-from weight_sync.plan import ConversionPlan
+from weight_sync.plan import ConversionPlan, unmatched
 from weight_sync.safetensors_file import Checkpoint
 from weight_sync.verify import TensorError, compare
 
@@ -29,8 +35,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path, metavar="SRC", help="Hugging Face directory, BF16")
     parser.add_argument("destination", type=Path, metavar="DST", help="a directory not yet there")
-    parser.add_argument("--format", required=True, choices=list(WeightFormat))
-    parser.add_argument("--recipe", choices=list(Recipe), help="of nvfp4 (modelopt)")
+    parser.add_argument("--format", required=True, choices=[str(name) for name in WeightFormat])
+    parser.add_argument(
+        "--recipe", choices=[str(name) for name in Recipe], help="of nvfp4 (modelopt)"
+    )
     parser.add_argument(
         "--ignore",
         action="append",
@@ -51,8 +59,8 @@ def main() -> None:
         raise BadInputError("--recipe", expected="--format nvfp4", found=arguments.format)
     if arguments.threads < 1:
         raise BadInputError("--threads", expected="at least 1", found=arguments.threads)
-    if arguments.destination.exists() and not arguments.dry_run:
-        raise BadInputError("DST", expected="a new directory", found=f"{arguments.destination}")
+    if not arguments.dry_run:
+        check_destination(arguments.destination)
     options = Options(
         format=WeightFormat(arguments.format),
         recipe=Recipe(arguments.recipe or Recipe.MODELOPT),
@@ -61,6 +69,8 @@ def main() -> None:
     )
     console = Console()
     plan, checkpoint = plan_directory(arguments.source, options)
+    if lost := unmatched(options.ignore, checkpoint.tensors, options.format):
+        raise BadInputError("--ignore", expected="globs of modules of SRC", found=lost[0])
     console.print(_sizes(plan, checkpoint))
     if arguments.dry_run:
         return

@@ -6,6 +6,7 @@ Owns the command line and its defaults. What a checkpoint is belongs to `trainer
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import jax
@@ -51,6 +52,8 @@ def main() -> None:
     out: Path = arguments.out
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise BadInputError("OUT", expected="a new or empty directory", found=out)
+    if not 0 <= arguments.scale < math.inf:
+        raise BadInputError("--scale", expected="a number from 0 on", found=arguments.scale)
     config = ModelConfig(
         vocab_size=arguments.vocab,
         hidden_size=arguments.hidden,

@@ -61,6 +61,8 @@ def train(
 
     mode = "resume" if resume else "fresh" if fresh else "new"
     directory = RunDirectory(config.run.path, mode, config.sections)
+    if directory.changes:
+        console.print(f"resuming with {', '.join(directory.changes)}", markup=False, soft_wrap=True)
     from trainer_jax.loop import train as train_run
 
     with _stop_on_signals() as stop_requested:
@@ -85,6 +87,8 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="write the result here as JSON")] = None,
 ) -> None:
     """Evaluate a checkpoint on held-out tasks with the run file's evaluation group."""
+    if out and (out.is_dir() or not out.parent.is_dir()):
+        raise BadInputError("--out", expected="a file in a directory that exists", found=out)
     _prepare()
     from trainer_jax.config import load_run
     from trainer_jax.evaluate_checkpoint import evaluate_checkpoint
@@ -92,15 +96,15 @@ def evaluate(
 
     settings = [f"model.checkpoint={str(checkpoint)!r}", *(overrides or ())]
     config = load_run(run_file, settings)
-    config = config.with_sections(check_others(config))
+    config = config.with_sections(check_others(config, trains=False))
     with _stop_on_signals() as stop_requested:
         result = evaluate_checkpoint(config, _console(), stop_requested=stop_requested)
     import json
 
     text = json.dumps(result.to_json(), indent=2, sort_keys=True)
+    print(text, flush=True)
     if out:
         out.write_text(text + "\n")
-    print(text)
 
 
 @app.command()
@@ -149,8 +153,13 @@ def _console() -> Console:
 
 def _prepare() -> None:
     """Logging, and what JAX reads from the environment before it is imported."""
+    level = os.environ.get("LOG_LEVEL", "WARNING").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise BadInputError(
+            "environment variable LOG_LEVEL", expected="DEBUG, INFO, WARNING or ERROR", found=level
+        )
     logging.basicConfig(
-        level=os.environ.get("LOG_LEVEL", "WARNING").upper(),
+        level=level,
         format="%(message)s",
         handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
     )

@@ -6,6 +6,7 @@ Owns the Orbax manager and the metadata beside the arrays. Must not export weigh
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from etils import epath
 from contracts.errors import BadInputError
 
 CHECKPOINTS = "checkpoints"
+
+# Orbax warns, on success, of metadata that a part of a checkpoint read by itself never has.
+logging.getLogger("absl").addFilter(lambda r: "Metadata file does not exist" not in str(r.msg))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import optax
@@ -64,15 +64,18 @@ class MeshSection(Section):
     tensor: int = Field(default=1, ge=1)
 
 
+Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
 class OptimizerSection(Section):
     """[optimizer]: constant learning rate after a linear warm-up."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip: float | None = Field(default=1.0, gt=0)  # global gradient norm
+    betas: tuple[Decay, Decay] = (0.9, 0.98)
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    clip: float | None = Field(default=1.0, gt=0, allow_inf_nan=False)  # global gradient norm
     warmup: int = Field(default=0, ge=0)  # updates
 
     def build(self) -> optax.GradientTransformation:

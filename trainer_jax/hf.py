@@ -162,12 +162,12 @@ def load_config(directory: str | Path) -> ModelConfig:
     """The config alone. Raises BadInputError as `load_checkpoint` does."""
     path = Path(directory) / "config.json"
     try:
-        return ModelConfig.from_hf(json.loads(path.read_text()))
+        return ModelConfig.from_hf(json.loads(path.read_bytes().decode()))
     except (FileNotFoundError, NotADirectoryError):
         raise BadInputError(
             f"checkpoint {directory}", expected="a directory with config.json", found="none there"
         ) from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise BadInputError(str(path), expected="JSON", found=str(error)) from None
 
 
@@ -177,17 +177,21 @@ def check_tokenizer(directory: str | Path, config: ModelConfig) -> None:
     if not path.exists():
         return
     try:
-        data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        data = json.loads(path.read_bytes().decode())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise BadInputError(str(path), expected="JSON", found=str(error)) from None
-    vocabulary = data.get("model", {}).get("vocab", {})
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-    ids += [token["id"] for token in data.get("added_tokens", [])]
-    if ids and max(ids) >= config.vocab_size:
+    try:
+        vocabulary = data.get("model", {}).get("vocab", {})
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+        ids += [token["id"] for token in data.get("added_tokens") or ()]
+        largest = 0 + max(ids, default=-1)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadInputError(str(path), expected="a tokenizer", found=repr(error)) from None
+    if largest >= config.vocab_size:
         raise BadInputError(
             f"tokenizer {path}",
             expected=f"ids below the model's vocab_size ({config.vocab_size})",
-            found=max(ids),
+            found=largest,
         )
 
 

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -99,7 +98,7 @@ class Loop:
         temperature = config.sections.get("sampling", {}).get("temperature", 1.0)
         self._learner = Learner(config, groups, temperature=temperature)
         self._checkpoints = Checkpoints(self._path, keep=config.train.keep_checkpoints)
-        self._step = self._sequence = self._version = 0
+        self._step = self._sequence = self._version = 0  # where the last checkpoint left off
         self._metrics = self._open_metrics()
         self._watch = CollapseWatch()
         for record in self._metrics.records:
@@ -125,6 +124,7 @@ class Loop:
             state, position = self._checkpoints.restore(self._learner.state)
             self._learner.restore(state)
             self._step, self._sequence = position.step, position.sequence
+            self._version = position.version
             self._elapsed_before = position.elapsed_seconds
         return MetricsLog(self._path, last_step=self._step)
 
@@ -159,7 +159,7 @@ class Loop:
         status = self._train()
         self._publisher.wait(self._poll)
         if status == "finished":
-            self._save(wait=False)
+            self._save(wait=True)
             self._learner.export(self._path / "final", copy_from=self._config.model.checkpoint)
             if self._config.evaluation.after:
                 self._services.retire_training_samplers()
@@ -170,10 +170,11 @@ class Loop:
         """Starts the services around the first version of this attempt.
 
         Versions only grow: the store may hold later ones than the checkpoint, from updates that
-        are about to be made again.
+        are about to be made again, or none if it is another store.
         """
         self._view.phase("starting the weight service")
-        self._version = self._services.start_weights(self._poll_stop) + 1
+        newest = self._services.start_weights(self._poll_stop)
+        self._version = max(newest, self._version) + 1
         self._view.phase(f"publishing version {self._version}")
         self._publisher.submit(self._version, self._learner.params)
         self._publisher.wait(self._poll)
@@ -181,8 +182,7 @@ class Loop:
         self._services.start_fleet(self._config.model.checkpoint, self._poll_stop)
 
     def _evaluate(self, when: str) -> None:
-        path = self._path / f"evaluation-{when}.json"
-        if path.exists():
+        if self._evaluation(when):
             return
         self._view.phase(f"evaluating version {self._version} on held-out tasks, {when} training")
 
@@ -193,9 +193,18 @@ class Loop:
         result = evaluate_while(
             self._services.client, self._config.evaluation, version=self._version, poll=poll
         )
-        write_evaluation(path, result)
+        write_evaluation(self._path / f"evaluation-{when}.json", result)
         rates = ", ".join(f"pass@{k} {e.value:.3f}" for k, e in result.pass_at.items())
         self._view.say(f"held-out tasks {when} training: {rates} ({result.seconds:.0f} s)")
+
+    def _evaluation(self, when: str) -> dict[str, Any] | None:
+        """The evaluation on disk; not one after training that went on since."""
+        path = self._path / f"evaluation-{when}.json"
+        if not path.exists():
+            return None
+        evaluation = json.loads(path.read_text())
+        newest = max((record["version"] for record in self._metrics.records), default=0)
+        return None if when == "after" and evaluation["version"] < newest else evaluation
 
     def _train(self) -> str:
         self._stream = GroupStream(self._services.client, cursor=self._sequence)
@@ -295,7 +304,14 @@ class Loop:
         if self._unsettled is None:
             return
         done, self._unsettled = self._unsettled, None
-        metrics = done.update.metrics()
+        try:
+            metrics = done.update.metrics()
+        except FloatingPointError as error:
+            raise BadInputError(
+                f"update {done.step}",
+                expected="a finite gradient and update (lower optimizer.lr, then --resume)",
+                found=error,
+            ) from error
         now = self.elapsed_seconds
         record = {
             "step": done.step,
@@ -381,8 +397,8 @@ class Loop:
             self._metrics.records,
             status=status,
             wall_seconds=self.elapsed_seconds,
-            before=_read_evaluation(self._path / "evaluation-before.json"),
-            after=_read_evaluation(self._path / "evaluation-after.json"),
+            before=self._evaluation("before"),
+            after=self._evaluation("after"),
         )
         write_summary(self._path, summary)
         print_summary(self._console, summary, write_report(self._path))
@@ -394,10 +410,6 @@ class Loop:
         self._services.close()
         self._metrics.close()
         self._checkpoints.close()
-
-
-def _read_evaluation(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def train(

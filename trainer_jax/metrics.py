@@ -7,16 +7,20 @@ and the event files beside it. Must not compute losses (`trainer_jax.step` does)
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2
+from tensorboardX.summary import scalar
 
 from contracts.errors import BadInputError
 from contracts.types import Ending, Trajectory, TrajectoryGroup
@@ -103,7 +107,7 @@ def read_metrics(directory: Path) -> list[Record]:
     return records
 
 
-def _numbers(record: Record) -> Iterable[tuple[str, float]]:
+def _numbers(record: Record) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield name, float(value)
@@ -126,22 +130,33 @@ class MetricsLog:
             os.replace(scratch, path)
         self.records = kept
         self._file = path.open("a", buffering=1)
-        self._events = SummaryWriter(
-            str(directory / "tensorboard"), purge_step=last_step + 1 if last_step else None
-        )
+        (directory / "tensorboard").mkdir(exist_ok=True)
+        # not SummaryWriter, whose thread and exit hook make a full disk a hang and a traceback
+        self._events = EventsWriter(str(directory / "tensorboard" / "events"))
+        if last_step:  # TensorBoard forgets what an earlier attempt wrote from here on
+            self._events.write_event(_event(last_step + 1, session_log={"status": "START"}))
 
     def write(self, record: Record) -> None:
         """Appends the record of `record["step"]`; numbers also become scalars of the event file."""
         self.records.append(record)
         self._file.write(_line(record))
+        event = _event(record["step"])
         for name, value in _numbers(record):
             if name != "step":
-                self._events.add_scalar(name, value, record["step"])
+                event.summary.MergeFrom(scalar(name, value))
+        self._events.write_event(event)
         self._events.flush()
 
     def close(self) -> None:
-        self._file.close()
-        self._events.close()
+        """Never raises: what could not be written has already failed in `write`."""
+        for file in (self._file, self._events):
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+def _event(step: int, **content: Any) -> Any:
+    new = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
+    return new(step=step, wall_time=time.time(), **content)
 
 
 def _line(record: Record) -> str:

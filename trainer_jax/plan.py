@@ -7,6 +7,7 @@ neither), and the plan's tables. Must not start, download or write anything that
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -21,9 +22,10 @@ from contracts.errors import BadInputError
 from contracts.rpc import RemoteInputError
 from contracts.runfile import write_resolved
 from trainer_jax.config import RunConfig
-from trainer_jax.hf import load_config
+from trainer_jax.hf import check_tokenizer, load_config
 from trainer_jax.live import number
-from trainer_jax.local import service_environment
+from trainer_jax.local import sampler_names, service_environment
+from trainer_jax.mesh import make_mesh
 from trainer_jax.models.qwen3_moe import parameter_shapes
 from trainer_jax.summary import is_training, percent
 
@@ -32,11 +34,14 @@ OTHERS = ("weight_sync", "sampler_fleet")
 ADAM_MOMENTS = 2
 
 
-def check_others(config: RunConfig) -> dict[str, dict[str, Any]]:
+def check_others(config: RunConfig, *, trains: bool = True) -> dict[str, dict[str, Any]]:
     """All sections, the other components' as they resolve them.
+
+    Without `trains`, as for an evaluation alone, what only training needs is not asked for.
 
     Raises:
         RemoteInputError: the owner's sentence about the first thing wrong.
+        BadInputError: see `check_agreement`.
     """
     sections = dict(config.sections)
     with tempfile.TemporaryDirectory() as scratch:
@@ -44,16 +49,55 @@ def check_others(config: RunConfig) -> dict[str, dict[str, Any]]:
         write_resolved(record, config.sections)
         for package in OTHERS:
             sections |= _check(package, record)
-    check_agreement(sections)
+    check_agreement(config.with_sections(sections), trains=trains)
     return sections
 
 
-def check_agreement(sections: dict[str, dict[str, Any]]) -> None:
-    """What no component can check alone: that the samplers record what the loss needs.
+def check_agreement(config: RunConfig, *, trains: bool = True) -> None:
+    """What no component can check alone, before anything is started.
 
     Raises:
-        BadInputError: mask replay without a mask, candidate sets wider than the widest bucket.
+        BadInputError: a tokenizer larger than the model's vocabulary, more held-out tasks or
+            devices than there are, no samplers for something to do, a band for an unknown group,
+            samplers that do not record what the loss needs.
     """
+    check_tokenizer(config.model.checkpoint, load_config(config.model.checkpoint))
+    evaluates = not trains or config.evaluation.before or config.evaluation.after
+    if config.is_local:  # services at addresses have their own sections
+        _check_fleet(config.sections, trains=trains, evaluates=evaluates)
+    if trains:
+        groups = config.sections["fleet"]["groups"]
+        config.loss.log_bands(tuple(group["name"] for group in groups if is_training(group)))
+        if _num_devices(config) > 1:
+            make_mesh(config.mesh.model_dump())
+        _check_record(config.sections)
+
+
+def _check_fleet(sections: dict[str, dict[str, Any]], *, trains: bool, evaluates: bool) -> None:
+    """That nothing waits for samplers or tasks which never come."""
+    groups = sections["fleet"]["groups"]
+    for purpose, needed, reason in (
+        ("train", trains, ""),
+        ("evaluate", evaluates, " (or evaluation.before and evaluation.after = false)"),
+    ):
+        own = [group for group in groups if is_training(group) == (purpose == "train")]
+        if needed and not sampler_names(own):
+            raise BadInputError(
+                "run file, fleet.groups",
+                expected=f"a group with purpose {purpose} and samplers{reason}",
+                found="groups without samplers" if own else "none",
+            )
+    asked, there = sections["evaluation"]["num_tasks"], sections["tasks"]["num_heldout"]
+    if evaluates and asked > there:
+        raise BadInputError(
+            "run file, evaluation.num_tasks",
+            expected=f"at most tasks.num_heldout, {there}",
+            found=asked,
+        )
+
+
+def _check_record(sections: dict[str, dict[str, Any]]) -> None:
+    """That the samplers record what the loss needs."""
     sampling, widest = sections["sampling"], sections["train"]["candidate_buckets"][-1]
     truncates = sampling["top_p"] < 1 or sampling["top_k"] > 0
     if sections["loss"]["replay"] and not truncates:
@@ -107,13 +151,12 @@ def print_plan(console: Console, config: RunConfig) -> None:
         )
     console.print(fleet)
 
-    devices = int(np.prod([getattr(config.mesh, axis) for axis in type(config.mesh).model_fields]))
     memory = memory_estimate(config, num_parameters, model.hidden_size, model.num_hidden_layers)
     facts = {
         "run directory": str(config.run.path),
         "services": "local processes" if config.is_local else config.run.gateway,
         "model": f"{num_parameters:,} parameters from {config.model.checkpoint}",
-        "mesh": f"{devices} device(s)",
+        "mesh": f"{_num_devices(config)} device(s)",
         "objective": config.loss.arm,
         "updates": f"{train.updates} of {train.prompts_per_update} prompts x {group_size}"
         f" = {train.updates * train.prompts_per_update * group_size:,} trajectories",
@@ -127,6 +170,10 @@ def print_plan(console: Console, config: RunConfig) -> None:
     for name, value in facts.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _num_devices(config: RunConfig) -> int:
+    return math.prod(config.mesh.model_dump().values())
 
 
 def memory_estimate(

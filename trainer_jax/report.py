@@ -74,6 +74,10 @@ def write_report(directory: Path) -> Path:
             expected="summary.json and metrics.jsonl",
             found=f"no {Path(error.filename).name}",
         ) from None
+    except json.JSONDecodeError as error:
+        raise BadInputError(
+            str(directory / SUMMARY_FILE), expected="JSON", found=str(error)
+        ) from None
     path = directory / REPORT_FILE
     scratch = path.with_suffix(".tmp")
     scratch.write_text(render(summary, records))

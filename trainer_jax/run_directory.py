@@ -16,7 +16,9 @@ Owns the layout's fixed names and the lock. Must not know what the files hold.
 from __future__ import annotations
 
 import fcntl
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +28,15 @@ from contracts.runfile import read_resolved, write_resolved
 Mode = Literal["new", "resume", "fresh"]
 
 RECORD = "config.json"
+LOCK = ".lock"
+SERVICES = ("gateway", "weights", "samplers")  # directories of the local services
 LOCK_WAIT_S = 40.0  # processes of a killed attempt need a moment to end
-# Changing these would make another run of it, or a checkpoint that does not fit.
-_IDENTITY = (("run", "name"), ("model", "checkpoint"), ("optimizer", "name"))
+# Changing these, or anything in these sections, would make another experiment of the run, or a
+# checkpoint that does not fit.
+_IDENTITY = (
+    *("run.name", "run.seed", "model.checkpoint", "optimizer.name", "episodes.group_size"),
+    *("loss", "sampling", "tasks"),
+)
 
 
 class RunDirectory:
@@ -38,25 +46,38 @@ class RunDirectory:
     def __init__(self, path: Path, mode: Mode, sections: dict[str, dict[str, Any]]) -> None:
         """Opens `path` and writes the run record.
 
+        A start that failed before it had anything to go on from is no run: its successor takes
+        the directory. `changes` says what a resume does differently from the record.
+
         Raises:
             BadInputError: there is a run already and `mode` is new; another process has it open;
                 a resume without a run, or of another run.
         """
         self.path = path
+        self.changes: list[str] = []
         record = path / RECORD
-        if mode == "new" and record.exists():
+        is_left = record.exists() and (path / LOCK).exists()  # by an earlier start
+        is_begun = _is_begun(path)
+        if mode == "new" and record.exists() and (is_begun or not is_left):
             raise BadInputError(
                 f"run directory {path}",
                 expected="no earlier run (--resume goes on with it, --fresh moves it aside)",
                 found=record,
             )
         if mode == "resume":
-            _check_same_run(record, sections)
+            if not record.exists():
+                raise BadInputError("--resume", expected=f"a run in {path}", found="none")
+            if is_begun:
+                self.changes = _changes(read_resolved(record), sections)
         if mode == "fresh" and record.exists():
             self._lock(path, wait_s=LOCK_WAIT_S).close()
             path.rename(_free_name(path))
+            is_left = False
         path.mkdir(parents=True, exist_ok=True)
         self._file = self._lock(path, wait_s=LOCK_WAIT_S if mode == "resume" else 0.0)
+        if is_left and not _is_begun(path):
+            for name in SERVICES:  # episodes of a failed start may be of other settings
+                shutil.rmtree(path / name, ignore_errors=True)
         write_resolved(record, sections)
 
     @property
@@ -68,7 +89,7 @@ class RunDirectory:
 
     @staticmethod
     def _lock(path: Path, *, wait_s: float):
-        file = (path / ".lock").open("w")
+        file = (path / LOCK).open("w")
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -85,14 +106,43 @@ class RunDirectory:
                 time.sleep(0.2)
 
 
-def _check_same_run(record: Path, sections: dict[str, dict[str, Any]]) -> None:
-    if not record.exists():
-        raise BadInputError("--resume", expected=f"a run in {record.parent}", found="none")
-    earlier = read_resolved(record)
-    for section, key in _IDENTITY:
-        was, now = earlier.get(section, {}).get(key), sections[section][key]
-        if was != now:
-            raise BadInputError(f"--resume, {section}.{key}", expected=was, found=now)
+def _is_begun(path: Path) -> bool:
+    """Whether an attempt left anything to go on from: a checkpoint, an update, an evaluation."""
+    checkpoints, metrics = path / "checkpoints", path / "metrics.jsonl"
+    return (
+        (checkpoints.is_dir() and any(step.name.isdigit() for step in checkpoints.iterdir()))
+        or (metrics.is_file() and metrics.stat().st_size > 0)
+        or (path / "evaluation-before.json").exists()
+    )
+
+
+def _changes(recorded: dict[str, dict[str, Any]], sections: dict[str, dict[str, Any]]) -> list[str]:
+    """What differs from the record, as "key = now (was then)".
+
+    Raises:
+        BadInputError: a difference that makes another run of it.
+    """
+    earlier, now = dict(_flat("", recorded)), dict(_flat("", sections))
+    changes = []
+    for key in sorted(earlier.keys() | now.keys()):
+        was, found = earlier.get(key, "nothing"), now.get(key, "nothing")
+        if was == found:
+            continue
+        if any(key == name or key.startswith(f"{name}.") for name in _IDENTITY):
+            raise BadInputError(f"--resume, {key}", expected=f"{was} as recorded", found=found)
+        changes.append(f"{key} = {found} (was {was})")
+    return changes
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; the tables of a list are numbered."""
+    if isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        yield prefix, list(value) if isinstance(value, tuple) else value
+        return
+    for key, part in value.items():
+        yield from _flat(f"{prefix}.{key}" if prefix else str(key), part)
 
 
 def _free_name(path: Path) -> Path:

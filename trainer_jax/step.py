@@ -76,14 +76,15 @@ class PendingMetrics:
         """Flat metrics: objective, grad_norm (before clipping), update_norm, `loss_metrics.report`.
 
         Raises:
-            FloatingPointError: the gradient is not finite. The state is lost: go back to the last
-                checkpoint.
+            FloatingPointError: gradient or update is not finite. The state is lost: go back to the
+                last checkpoint.
         """
         values, norms, sums = jax.device_get((self._values, self._norms, self._sums))
         metrics = {"objective": math.fsum(float(value) for value in values)}
         metrics |= {name: float(value) for name, value in norms.items()}
-        if not math.isfinite(metrics["grad_norm"]):
-            raise FloatingPointError(f"the gradient norm is {metrics['grad_norm']}")
+        for name in ("grad_norm", "update_norm"):
+            if not math.isfinite(metrics[name]):
+                raise FloatingPointError(f"{name} {metrics[name]}")
         return metrics | loss_metrics.report(sums, self._group_names)
 
 

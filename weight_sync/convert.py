@@ -8,8 +8,8 @@ bytes.
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -78,22 +78,29 @@ def convert_directory(
         StoppedError: `should_stop` answered true.
         OSError: the disk is full, or similar. In every case nothing is left behind.
     """
-    if destination.exists():
-        raise BadInputError(f"{destination}", expected="a new directory", found="it exists")
+    check_destination(destination)
     plan, checkpoint = plan_directory(source, options)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    staged = destination.with_name(f".{destination.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        staged.mkdir()
+    with durable.staging(destination) as staged:
         _check_space(staged, plan)
         _write_small_files(source, staged, plan)
         _write_tensors(
             plan, checkpoint, staged, options.threads, on_progress=on_progress, stop=should_stop
         )
         durable.move_into_place(staged, destination)
-    finally:
-        durable.remove_tree(staged)
     return plan
+
+
+def check_destination(destination: Path) -> None:
+    """Raises BadInputError unless a new directory can have this name."""
+    if os.path.lexists(destination):
+        link = destination.is_symlink() and not destination.exists()
+        found = f"a link to {os.readlink(destination)}, where nothing is" if link else "it exists"
+        raise BadInputError(f"{destination}", expected="a new directory", found=found)
+    parent = next(path for path in destination.absolute().parents if os.path.lexists(path))
+    if not parent.is_dir():
+        found = "a file" if parent.is_file() else "something else"
+        raise BadInputError(f"{parent}", expected="a directory", found=found)
 
 
 def _check_space(directory: Path, plan: ConversionPlan) -> None:

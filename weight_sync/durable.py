@@ -1,13 +1,18 @@
 """Files that survive a power cut: written aside, flushed, then renamed into place.
 
-Owns fsync, atomic replacement and file checksums. Knows nothing of versions or tensors.
+Owns fsync, atomic replacement, staging folders and file checksums. Knows nothing of versions or
+tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -56,6 +61,43 @@ def write_text(path: Path, text: str) -> None:
     finally:
         aside.unlink(missing_ok=True)
     flush(path.parent)
+
+
+@contextlib.contextmanager
+def staging(final: Path) -> Iterator[Path]:
+    """A new directory beside `final`, to be filled and moved; what stays of it is removed.
+
+    It is locked while the block runs. What a killed process left here for the same `final` is not,
+    and is removed first.
+    """
+    for path in final.parent.iterdir():
+        if re.fullmatch(rf"\.(?:{re.escape(final.name)}\.|doomed-)[0-9a-f]{{8}}", path.name):
+            _remove_abandoned(path)
+    staged = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
+    staged.mkdir()
+    descriptor = os.open(staged, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: nobody removes it either
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield staged
+    finally:
+        os.close(descriptor)
+        remove_tree(staged)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Removes a staging directory unless a living process holds it."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    except OSError:
+        return
+    finally:
+        os.close(descriptor)
 
 
 def move_into_place(staged: Path, final: Path) -> None:

@@ -107,7 +107,8 @@ def plan_conversion(
             quantize, or an `ignore` that splits a matrix which engines fuse.
     """
     if "quantization_config" in config:
-        method = dict(config["quantization_config"] or {}).get("quant_method")
+        given = config["quantization_config"]
+        method = given.get("quant_method") if isinstance(given, dict) else repr(given)
         raise BadInputError(
             "source checkpoint", expected="no quantization_config", found=f"quant_method {method}"
         )
@@ -139,6 +140,16 @@ def plan_conversion(
         actions=tuple(sorted([*kept, *actions], key=lambda action: _position(action, tensors))),
         config=new_config,
     )
+
+
+def unmatched(
+    ignore: Sequence[str], tensors: Mapping[str, TensorHeader], format: WeightFormat
+) -> list[str]:
+    """The globs of `ignore` that fit no module of a checkpoint that `plan_conversion` accepts."""
+    modules = {name.removesuffix(".weight") for name in tensors}
+    if format != WeightFormat.BF16:
+        modules |= {matrix.module for matrix in _matrices(tensors, format)}
+    return [glob for glob in ignore if not any(fnmatchcase(name, glob) for name in modules)]
 
 
 def _position(action: Action, tensors: Mapping[str, TensorHeader]) -> tuple[str, int, int]:

@@ -84,10 +84,14 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
             }
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise refuse(f"a header that does not parse ({error!r})") from None
+        except RecursionError:
+            raise refuse("a header that does not parse (too deep)") from None
     position = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
-        if tensor.dtype not in DTYPE_BYTES:
+        if not isinstance(tensor.dtype, str) or tensor.dtype not in DTYPE_BYTES:
             raise refuse(f"tensor {name} of unknown dtype {tensor.dtype}")
+        if any(type(dim) is not int or dim < 0 for dim in tensor.shape):
+            raise refuse(f"tensor {name} of shape {list(tensor.shape)}")
         num_bytes = DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
         if tensor.start != position or tensor.end - tensor.start != num_bytes:
             raise refuse(f"tensor {name} at bytes {tensor.start}..{tensor.end} for {num_bytes}")
@@ -150,11 +154,11 @@ def _shards(directory: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            missing = [name for name in names if not (directory / name).is_file()]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInputError(
                 f"{index}", expected="an index with a weight_map", found=f"{error!r}"
             ) from None
-        missing = [name for name in names if not (directory / name).is_file()]
         if missing:
             raise BadInputError(
                 f"{index}", expected=f"{len(names)} shards beside it", found=f"no {missing[0]}"

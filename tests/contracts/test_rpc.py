@@ -6,7 +6,7 @@ import pytest
 
 from contracts.errors import AuthError, BadInputError, ConflictError, RetryError
 from contracts.pb import fleet_pb2, fleet_pb2_grpc
-from contracts.rpc import aio_channel, answering, calling, start_server, sync_channel
+from contracts.rpc import aio_channel, answering, calling, read_token, start_server, sync_channel
 
 TOKEN = "0123456789abcdef"
 
@@ -73,11 +73,48 @@ async def test_errors_cross_the_wire_with_type_and_sentence(error) -> None:
     await server.stop(None)
 
 
-async def test_a_taken_port_is_one_sentence() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_a_taken_port_is_one_sentence(host, capfd) -> None:
     server, port = await _serve()
-    with pytest.raises(BadInputError, match="free port"):
-        await start_server(f"127.0.0.1:{port}", TOKEN, lambda _: None)
+    with pytest.raises(BadInputError, match="expected a free port, found it in use"):
+        await start_server(f"{host}:{port}", TOKEN, lambda _: None)
     await server.stop(None)
+    assert capfd.readouterr().err == "", "gRPC says nothing of its own"
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("127.0.0.1:99999", "a port from 0 to 65535, found 99999"),
+        ("127.0.0.1:65536", "a port from 0 to 65535, found 65536"),
+        ("127.0.0.1:-1", "a port from 0 to 65535, found -1"),
+        ("127.0.0.1:", "a port from 0 to 65535, found none"),
+        ("50051", "expected HOST:PORT"),
+        ("::1:50051", "expected HOST:PORT"),
+        ("192.0.2.1:0", "a host of this machine, found not an address of this machine"),
+        ("a..b:0", "a host name or address"),
+    ],
+)
+async def test_listen_addresses_that_are_none(address, sentence, capfd) -> None:
+    with pytest.raises(BadInputError, match=sentence):
+        await start_server(address, TOKEN, lambda _: None)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "127.0.0.1"])
+async def test_listen_addresses_that_are_some(host) -> None:
+    server, port = await start_server(f"{host}:0", TOKEN, lambda _: None)
+    assert port
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff" * 32, b"0123456789abcdef\n0123", "\u00e9".encode() * 16]
+)
+def test_token_files_that_no_header_can_carry(tmp_path, content) -> None:
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(BadInputError, match="one line of ASCII text"):
+        read_token(tmp_path / "token")
 
 
 def test_a_dead_peer_is_a_retry() -> None:

@@ -188,6 +188,11 @@ def test_refuses_tokens(run, checkpoint, tokens, content, sentence):
     [
         (("--peer", "vllm"), "--peer: expected transformers or http://HOST:PORT, found vllm"),
         (("--peer", "http://127.0.0.1:9"), "http://127.0.0.1:9/generate: the engine does not"),
+        *(
+            (("--peer", peer), "--peer: expected transformers or http://HOST:PORT, found http")
+            for peer in ("http://[bad", "http://", "http://h:99999", "http://a..b", "http://h:x")
+        ),
+        (("--timeout", "nan"), "--timeout: expected more than 0, found nan"),
         (("--dump", "/nowhere/out.npz"), "--dump: expected a file in a directory"),
     ],
 )
@@ -253,6 +258,8 @@ def test_make_tiny_checkpoint(run, checkpoint, tmp_path):
     [
         (("model", *TINY), "OUT: expected a new or empty directory"),
         (("new", *TINY, "--experts", 1), "num_experts_per_tok"),
+        (("new", *TINY, "--scale", "nan"), "--scale: expected a number from 0 on, found nan"),
+        (("new", *TINY, "--scale", "-1"), "--scale: expected a number from 0 on, found -1.0"),
         (("new", *TINY, "--tokenizer", "nowhere"), "--tokenizer: expected a directory with"),
         (("new", *TINY, "--tokenizer", "large"), "ids below the model's vocab_size (80), found 80"),
     ],

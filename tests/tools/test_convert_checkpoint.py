@@ -56,6 +56,20 @@ def test_a_dry_run_writes_nothing(run, source, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("flag", ["--format", "--recipe"])
+def test_a_wrong_choice_is_told_the_right_ones(run, source, tmp_path, flag):
+    status, _, stderr = run(source, tmp_path / "out", "--format", "bf16", flag, "int3")
+    assert status == 2
+    assert ("nvfp4" if flag == "--format" else "modelopt") in stderr and "<" not in stderr
+
+
+def test_what_need_not_be_named_to_be_ignored_may_be(run, source, tmp_path):
+    globs = ("--ignore", "lm_head", "--ignore", "*.self_attn.*", "--ignore", "*.experts.*")
+    assert run(source, tmp_path / "out", "--format", "fp8-block", "--dry-run", *globs[:4])[0] == 0
+    status, _, stderr = run(source, tmp_path / "out", "--format", "bf16", "--dry-run", *globs)
+    assert (status, stderr) == (0, "")
+
+
 def test_ignored_modules_stay(run, source, tmp_path):
     target = tmp_path / "out"
     status, _, _ = run(source, target, "--format", "fp8-block", "--ignore", "*.self_attn.*")
@@ -68,7 +82,11 @@ def test_ignored_modules_stay(run, source, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["source", "source", "--format", "nvfp4"], "DST: expected a new directory"),
+        (["source", "source", "--format", "nvfp4"], "source: expected a new directory, found it"),
+        (["source", "afile/x", "--format", "nvfp4"], "afile: expected a directory, found a file"),
+        (["source", "afile/x/y", "--format", "nvfp4"], "afile: expected a directory, found a file"),
+        (["source", "dangling", "--format", "nvfp4"], "found a link to nowhere, where nothing is"),
+        (["source", "out", "--format", "nvfp4", "--ignore", "zzz*"], "--ignore: expected globs"),
         (["nowhere", "out", "--format", "nvfp4"], "config.json"),
         (["source", "out", "--format", "bf16", "--recipe", "te"], "--recipe: expected"),
         (["source", "out", "--format", "nvfp4", "--threads", "0"], "--threads: expected"),
@@ -79,6 +97,8 @@ def test_ignored_modules_stay(run, source, tmp_path):
 )
 def test_refusals(run, source, tmp_path, monkeypatch, arguments, sentence):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").write_text("")
+    (tmp_path / "dangling").symlink_to("nowhere")
     damaged = tiny_moe.write(tmp_path / "damaged") / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     tiny_moe.write(tmp_path / "narrow", tiny_moe.tensors(F=24))

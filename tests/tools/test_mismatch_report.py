@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import sys
 from dataclasses import replace
@@ -382,6 +383,8 @@ def test_refuses_an_empty_log_a_cut_file_and_a_missing_log(run, healthy, run_dir
         (("--checkpoint", DEMO, "--top", -1), "--top: expected at least 0, found -1"),
         (("--checkpoint", DEMO, "--temperature", 0), "--temperature: expected above 0, found 0.0"),
         (("--checkpoint", DEMO, "--html", "/no/x.html"), "--html: expected a file in a directory"),
+        (("--checkpoint", DEMO, "--save", "/dev/null"), "--save: expected a file in a directory"),
+        (("--checkpoint", DEMO, "--other", "/no"), "--other: expected a checkpoint directory"),
     ],
 )
 def test_refuses_arguments(run, healthy, tmp_path, arguments, sentence):
@@ -389,6 +392,21 @@ def test_refuses_arguments(run, healthy, tmp_path, arguments, sentence):
     status, shown, error = run(tmp_path / "groups.pb", *arguments)
     assert (status, shown) == (2, "")
     assert sentence in error and error.count("\n") == 1
+
+
+def test_groups_are_saved_whole_or_not_at_all(healthy, tmp_path):
+    path = tmp_path / "groups.pb"
+    write_groups(path, groups_of(healthy[0]))
+    before = path.read_bytes()
+
+    def until_full():
+        yield from groups_of(*healthy)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_groups(path, until_full())
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["groups.pb"]
 
 
 def test_refuses_a_checkpoint_of_another_vocabulary(run, healthy, checkpoint, tmp_path):

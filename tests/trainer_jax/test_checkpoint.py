@@ -80,6 +80,14 @@ def test_one_directory_is_read_without_the_run(tmp_path):
         read_position(tmp_path)
 
 
+def test_reading_warns_of_nothing(tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(state_of(1.0), position_of(1))
+    checkpoints.close()
+    read_params(tmp_path / "checkpoints" / "1")
+    assert caplog.messages == []
+
+
 def test_a_kill_between_saves_leaves_the_last_complete_one(tmp_path):
     script = textwrap.dedent("""
         import sys, pathlib

@@ -105,6 +105,10 @@ def test_defaults_and_overrides(run_file):
         ("train.candidate_buckets=[8, 4]", "candidate_buckets that grow"),
         ("model.checkpoint=nowhere", "no directory nowhere"),
         ("optimizer.lr=nan", "optimizer.lr"),
+        ("optimizer.eps=inf", "optimizer.eps"),
+        ("optimizer.clip=nan", "optimizer.clip"),
+        ("optimizer.weight_decay=inf", "optimizer.weight_decay"),
+        ("optimizer.betas=[0.9, 1.0]", r"optimizer\.betas\.1: .* less than 1"),
         ("mesh.data=0", "mesh.data"),
     ],
 )
@@ -129,9 +133,11 @@ def test_the_record_of_a_run_is_the_same_run(run_file, tmp_path):
         load_run(record, ["train.updates=3"])
 
 
-def test_examples_are_valid():
+def test_examples_are_valid(run_file):
     for name in ("demo.toml", "demo-homogeneous.toml"):
-        config = parse_run(tomllib.loads((ROOT / "examples" / name).read_text()))
+        data = tomllib.loads((ROOT / "examples" / name).read_text())
+        data["model"]["checkpoint"] = str(run_file.with_name("model"))  # not made yet
+        config = parse_run(data)
         groups = [g for g in config.sections["fleet"]["groups"] if g.get("purpose") != "evaluate"]
         assert [g["capacity"] for g in groups] == [9, 19, 19, 28, 3, 3, 9, 9]
         check_others(config)
@@ -158,6 +164,40 @@ def test_samplers_must_record_what_the_loss_needs(run_file):
         check_others(load_run(run_file, ["sampling.top_k=65"]))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["loss.bands={tpu = {ratio_low = 0.5, ratio_high = 2.0}}"], r"loss\.bands: .*tpu"),
+        (["mesh.data=64"], "devices, as many as there are, found 64"),
+        (["evaluation.num_tasks=65"], r"num_tasks: expected at most tasks\.num_heldout, 64"),
+        (['fleet.groups=[{name = "a", weight_format = "bf16"}]'], "purpose evaluate .*found none"),
+        (
+            [
+                "evaluation.before=false",
+                "evaluation.after=false",
+                'fleet.groups=[{name = "a", weight_format = "bf16", samplers = 0}]',
+            ],
+            "purpose train .*found groups without samplers",
+        ),
+    ],
+)
+def test_what_a_run_would_refuse_late_is_refused_before(run_file, overrides, words):
+    with pytest.raises(BadInputError, match=words):
+        check_others(load_run(run_file, overrides))
+
+
+def test_an_evaluation_alone_needs_nothing_of_training(run_file):
+    overrides = ["mesh.data=64", "loss.bands={tpu = {ratio_low = 0.5, ratio_high = 2.0}}"]
+    check_others(load_run(run_file, overrides), trains=False)
+
+
+def test_a_tokenizer_beyond_the_vocabulary_is_refused(run_file):
+    words = {"model": {"vocab": {"a": 0, "b": MODEL.vocab_size}}}
+    (run_file.with_name("model") / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(BadInputError, match=r"below the model's vocab_size \(64\), found 64"):
+        check_others(load_run(run_file))
+
+
 def test_dry_run_shows_the_plan_and_leaves_nothing(run_file, tmp_path, command):
     status, out, error = command("train", run_file, "--dry-run", "--set", "train.updates=5")
     assert status == 0, error
@@ -174,11 +214,18 @@ def test_bad_input_is_status_2_and_one_line(run_file, tmp_path, command):
         ("train", run_file, "--resume", "--fresh"),
         ("report", tmp_path),
         ("export", tmp_path, tmp_path / "out"),
+        ("evaluate", run_file, "--checkpoint", tmp_path / "model", "--out", "absent/e.json"),
     ):
         status, _, error = command(*arguments)
         assert status == 2, (arguments, error)
         assert error.startswith("error: ") and error.count("\n") == 1, error
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_log_level_is_bad_input(run_file, command, monkeypatch):
+    monkeypatch.setenv("LOG_LEVEL", "foo")
+    status, _, error = command("plan", run_file)
+    assert status == 2 and error.endswith("expected DEBUG, INFO, WARNING or ERROR, found FOO\n")
 
 
 def test_nothing_is_started_for_a_run_that_is_not_there(run_file, tmp_path, command):
@@ -187,16 +234,26 @@ def test_nothing_is_started_for_a_run_that_is_not_there(run_file, tmp_path, comm
     assert not (tmp_path / "runs").exists()
 
 
+SECTIONS = {
+    "run": {"name": "r"},
+    "model": {"checkpoint": "m"},
+    "optimizer": {"name": "adamw", "lr": 1.0},
+    "loss": {"arm": "grpo"},
+    "fleet": {"groups": [{"name": "a", "capacity": 1}]},
+}
+
+
 def test_a_used_directory_is_refused_moved_aside_or_resumed(tmp_path):
     path = tmp_path / "runs" / "r"
-    sections = {"run": {"name": "r"}, "model": {"checkpoint": "m"}, "optimizer": {"name": "adamw"}}
+    sections = SECTIONS
     first = RunDirectory(path, "new", sections)
+    (path / "checkpoints" / "0").mkdir(parents=True)
     with pytest.raises(BadInputError, match="no earlier run"):
         RunDirectory(path, "new", sections)
     first.close()
     RunDirectory(path, "resume", sections).close()
     other = sections | {"optimizer": {"name": "sgd"}}
-    with pytest.raises(BadInputError, match="expected adamw, found sgd"):
+    with pytest.raises(BadInputError, match="expected adamw as recorded, found sgd"):
         RunDirectory(path, "resume", other)
     (path / "mark").touch()
     RunDirectory(path, "fresh", sections).close()
@@ -205,13 +262,56 @@ def test_a_used_directory_is_refused_moved_aside_or_resumed(tmp_path):
     assert (path.with_name("r.1") / RECORD).exists()
 
 
+def test_a_resume_says_what_is_different_and_is_the_same_experiment(tmp_path):
+    RunDirectory(tmp_path, "new", SECTIONS).close()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    changed = SECTIONS | {
+        "optimizer": {"name": "adamw", "lr": 0.5},
+        "fleet": {"groups": [{"name": "a", "capacity": 3}]},
+    }
+    opened = RunDirectory(tmp_path, "resume", changed)
+    opened.close()
+    assert opened.changes == ["fleet.groups.0.capacity = 3 (was 1)", "optimizer.lr = 0.5 (was 1.0)"]
+    again = RunDirectory(tmp_path, "resume", changed)
+    again.close()
+    assert again.changes == []
+    for other in (
+        {"loss": {"arm": "sc+mis"}},
+        {"sampling": {"top_p": 0.9}},
+        {"tasks": {"seed": 1}},
+        {"run": {"name": "r", "seed": 1}},
+        {"episodes": {"group_size": 4}},
+    ):
+        with pytest.raises(BadInputError, match=rf"--resume, {next(iter(other))}\.\w+: .* found"):
+            RunDirectory(tmp_path, "resume", changed | other)
+
+
+def test_a_failed_start_is_no_run(tmp_path):
+    RunDirectory(tmp_path, "new", SECTIONS).close()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "gateway").mkdir()
+    RunDirectory(tmp_path, "new", SECTIONS | {"loss": {"arm": "sc+mis"}}).close()
+    assert "sc+mis" in (tmp_path / RECORD).read_text()
+    assert not (tmp_path / "gateway").exists(), "episodes of the settings before"
+    (tmp_path / "evaluation-before.json").touch()
+    with pytest.raises(BadInputError, match="no earlier run"):
+        RunDirectory(tmp_path, "new", SECTIONS)
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / RECORD).write_text("a model's")
+    with pytest.raises(BadInputError, match="no earlier run"):
+        RunDirectory(tmp_path, "new", SECTIONS)
+    assert (tmp_path / RECORD).read_text() == "a model's"
+
+
 def test_two_processes_do_not_share_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer_jax.run_directory.LOCK_WAIT_S", 0.1)
-    sections = {"run": {"name": "r"}, "model": {"checkpoint": "m"}, "optimizer": {"name": "adamw"}}
-    first = RunDirectory(tmp_path / "r", "new", sections)
-    for mode in ("resume", "fresh"):
+    first = RunDirectory(tmp_path / "r", "new", SECTIONS)
+    for mode in ("new", "resume", "fresh"):
         with pytest.raises(BadInputError, match="still at work"):
-            RunDirectory(tmp_path / "r", mode, sections)
+            RunDirectory(tmp_path / "r", mode, SECTIONS)
     first.close()
 
 

@@ -142,6 +142,21 @@ BROKEN = {
     "stretched rope": (lambda d: edit_config(d, rope_scaling={"rope_type": "yarn"}), "yarn"),
     "no config": (lambda d: (d / "config.json").unlink(), "a directory with config.json"),
     "bad config": (lambda d: (d / "config.json").write_text("{"), "config.json: expected JSON"),
+    "config of bytes": (lambda d: (d / "config.json").write_bytes(b"\xff"), "expected JSON"),
+    "config of a list": (lambda d: (d / "config.json").write_text("[]"), "an object, found list"),
+    "rope of text": (lambda d: edit_config(d, rope_scaling="yarn"), "an object, found 'yarn'"),
+    "size of text": (lambda d: edit_config(d, hidden_size="16"), "hidden_size: expected an int"),
+    "half a head": (lambda d: edit_config(d, head_dim=8.5), "head_dim: expected an even"),
+    "no frequency": (lambda d: edit_config(d, rope_theta="x"), "rope_theta: expected a number"),
+    "heads of text": (
+        lambda d: edit_config(d, head_dim=None, num_attention_heads="4"), "the keys of qwen3_moe"
+    ),
+    "tokenizer of bytes": (lambda d: (d / "tokenizer.json").write_bytes(b"\xff"), "expected JSON"),
+    "tokenizer of a list": (lambda d: (d / "tokenizer.json").write_text("[]"), "a tokenizer"),
+    "tokenizer of text": (
+        lambda d: (d / "tokenizer.json").write_text('{"model": {"vocab": {"a": "b"}}}'),
+        "a tokenizer",
+    ),
     "no tensors": (lambda d: (d / "model.safetensors").unlink(), "found neither"),
     "cut off": (lambda d: (d / "model.safetensors").write_bytes(b"\0" * 9), "safetensors, found"),
     "missing": (lambda d: rewrite(d, lambda t: t.pop(DOWN)), f"expected {DOWN}"),

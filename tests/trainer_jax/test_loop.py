@@ -31,6 +31,7 @@ from trainer_jax.models.config import ModelConfig
 from trainer_jax.models.qwen3_moe import init_params
 from trainer_jax.rollouts import GroupStream, RolloutClient
 from trainer_jax.run_directory import RunDirectory
+from trainer_jax.step import PendingMetrics
 
 MODEL = ModelConfig(
     vocab_size=64,
@@ -345,6 +346,54 @@ def test_lost_evaluation_episodes_are_run_again(gateway):
     assert result.pass_at[1].value == 0.5 and 4 not in result.pass_at
     assert (result.infrastructure_failures, result.missing_samples) == (1, 0)
     assert counts[-1] == 4
+
+
+def test_an_extended_run_is_evaluated_anew(run, gateway):
+    def episodes(_: int) -> list[Trajectory | None]:
+        return [trajectory(i, version=max(gateway.published), reward=1.0) for i in range(4)]
+
+    gateway.evaluate = episodes
+
+    def after() -> tuple[int, int | None]:
+        summary = json.loads((run.directory / "summary.json").read_text())
+        evaluation = summary["heldout"]["after"]
+        return summary["updates"], evaluation and evaluation["version"]
+
+    settings = ("evaluation.after=true", "evaluation.num_tasks=1")
+    assert run(*settings, "train.updates=2") == "finished"
+    assert after() == (2, 3)
+    assert run(*settings, "train.updates=2", mode="resume") == "finished"
+    assert (after(), len(gateway.evaluations)) == ((2, 3), 1), "nothing has changed since"
+
+    gateway.published.clear()  # another store: versions grow all the same
+    stop = lambda: len(gateway.published) > 2  # noqa: E731
+    assert run(*settings, "train.updates=1000", mode="resume", stop=stop) == "interrupted"
+    updates, version = after()
+    assert updates > 2 and version is None, "the policy of update 2 is not this one"
+    assert run(*settings, f"train.updates={updates + 1}", mode="resume") == "finished"
+    assert after() == (updates + 1, gateway.published[-1])
+    assert len(gateway.evaluations) == 2
+
+
+def test_a_gradient_that_is_not_finite_is_one_sentence_and_no_checkpoint(run, monkeypatch):
+    read = PendingMetrics.read
+
+    def broken(pending):
+        metrics = read(pending)
+        if len(read_metrics(run.directory)) == 3:
+            raise FloatingPointError("grad_norm nan")
+        return metrics
+
+    monkeypatch.setattr(PendingMetrics, "read", broken)
+    with pytest.raises(
+        BadInputError, match=r"update 4: .*lower optimizer\.lr, then --resume.* nan"
+    ):
+        run()
+    monkeypatch.undo()
+    saved = {step.name for step in (run.directory / "checkpoints").iterdir()}
+    assert saved == {"2"}
+    assert run("optimizer.lr=1e-5", mode="resume") == "finished"
+    assert len(read_metrics(run.directory)) == 5
 
 
 def test_a_refused_stream_is_not_dialled_again(gateway):

@@ -1,8 +1,10 @@
 import dataclasses
 import json
+import struct
 
 import numpy as np
 import pytest
+from tensorboardX.proto import event_pb2
 
 from contracts.errors import BadInputError
 from contracts.types import CandidateSets, Ending, Trajectory, TrajectoryGroup, VersionSpan
@@ -93,6 +95,38 @@ def test_a_resumed_log_forgets_what_the_checkpoint_does_not_cover(tmp_path):
         (4, 2),
     ]
     assert [r["step"] for r in log.records] == [1, 2, 3, 4]
+
+
+def test_events_are_scalars_of_the_update(tmp_path):
+    log = MetricsLog(tmp_path, last_step=1)
+    log.write({"step": 2, "group/a-1/kl": 0.5, "sequences": [1]})
+    log.close()
+    (path,) = (tmp_path / "tensorboard").glob("events*")
+    data, events = path.read_bytes(), []
+    while data:  # length, its checksum, the event, its checksum
+        (length,) = struct.unpack_from("<Q", data)
+        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    version, start, update = events
+    assert version.file_version == "brain.Event:2"
+    assert (start.step, start.session_log.status) == (2, event_pb2.SessionLog.START)
+    assert [(v.tag, v.simple_value) for v in update.summary.value] == [("group/a-1/kl", 0.5)]
+    assert update.step == 2
+
+
+@pytest.mark.parametrize("full", ["lines", "events"])
+def test_a_full_disk_fails_the_write_and_not_the_end(tmp_path, full):
+    log = MetricsLog(tmp_path)
+    owner, name = (
+        (log, "_file") if full == "lines" else (log._events._py_recordio_writer, "_writer")
+    )
+    opened = getattr(owner, name)
+    opened.close()
+    mode, buffering = ("w", 1) if full == "lines" else ("wb", -1)
+    setattr(owner, name, open("/dev/full", mode, buffering))  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left"):
+        log.write({"step": 1, "kl": 0.5})
+    log.close()
 
 
 def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path):

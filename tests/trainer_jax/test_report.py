@@ -11,7 +11,7 @@ from trainer_jax.evaluate import Estimate, Evaluation, estimate, pass_at_k
 from trainer_jax.live import LiveView
 from trainer_jax.metrics import METRICS_FILE
 from trainer_jax.report import draw_plots, write_report
-from trainer_jax.summary import build_summary, print_summary, write_summary
+from trainer_jax.summary import SUMMARY_FILE, build_summary, print_summary, write_summary
 
 SECTIONS = {
     "run": {"name": "test-run", "directory": None},
@@ -152,6 +152,14 @@ def test_a_name_is_text_and_not_markup(tmp_path):
 
 def test_another_directory_is_refused(tmp_path):
     with pytest.raises(BadInputError, match=r"no summary\.json"):
+        write_report(tmp_path)
+
+
+def test_a_damaged_summary_is_refused(tmp_path):
+    write_run(tmp_path, [record(1)])
+    path = tmp_path / SUMMARY_FILE
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(BadInputError, match=r"summary\.json: expected JSON"):
         write_report(tmp_path)
 
 

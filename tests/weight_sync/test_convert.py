@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from contracts.errors import BadInputError
 from contracts.types import WeightFormat
 from tests.weight_sync import tiny_moe
+from weight_sync import durable
 from weight_sync.convert import Options, StoppedError, convert_directory, plan_directory
 from weight_sync.formats import bf16, fp8, nvfp4
 from weight_sync.safetensors_file import Checkpoint, Writer
@@ -157,6 +158,17 @@ def test_a_disk_that_fills_leaves_nothing(source, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         convert_directory(source, tmp_path / "out", Options(format=NVFP4))
     assert only_source_remains(tmp_path)
+
+
+def test_what_a_killed_conversion_left_is_removed_and_a_living_ones_is_not(source, tmp_path):
+    with durable.staging(tmp_path / "out") as held:
+        for name in (".out.0123abcd", ".doomed-0123abcd", ".out2.0123abcd", ".out.kept"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "model.safetensors").write_bytes(b"half")
+        convert_directory(source, tmp_path / "out", Options(format=NVFP4))
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {"source", "out", held.name, ".out2.0123abcd", ".out.kept"}
+    assert not held.exists()
 
 
 def test_an_existing_destination_is_refused(source, tmp_path):

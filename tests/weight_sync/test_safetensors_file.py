@@ -77,6 +77,11 @@ def header_of(entries: object, data: bytes = b"") -> bytes:
         header_of([1]),
         header_of({"a": {"dtype": "U8", "shape": [4]}}),
         header_of({"a": {"dtype": "Q9", "shape": [4], "data_offsets": [0, 4]}}, b"1234"),
+        header_of({"a": {"dtype": ["BF16"], "shape": [2], "data_offsets": [0, 4]}}, b"1234"),
+        header_of({"a": {"dtype": "U8", "shape": [1.5], "data_offsets": [0, 4]}}, b"1234"),
+        header_of({"a": {"dtype": "U8", "shape": ["4"], "data_offsets": [0, 4]}}, b"1234"),
+        header_of({"a": {"dtype": "U8", "shape": [-2, -2], "data_offsets": [0, 4]}}, b"1234"),
+        header_of({"a": {"dtype": "U8", "shape": [4], "data_offsets": ["0", 4]}}, b"1234"),
         header_of({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, b"123"),
         header_of({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, b"12345"),
         header_of({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 4]}}, b"1234"),
@@ -94,6 +99,13 @@ def test_a_missing_shard_is_named(tmp_path):
     tiny_moe.write_sharded(tmp_path, tiny_moe.tensors())
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(BadInputError, match=r"2 shards.*no model-00002-of-00002"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("index", [[], {"weight_map": {"a": 3}}, {"weight_map": [1]}])
+def test_an_index_of_another_form(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BadInputError, match="an index with a weight_map"):
         Checkpoint(tmp_path)
 
 

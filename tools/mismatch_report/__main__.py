@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from contracts.errors import BadInputError, exits_politely
+from contracts.files import replacing
 from contracts.types import Trajectory
 from tools.mismatch_report.causes import (
     MIN_TOKENS,
@@ -407,8 +407,11 @@ def _check(options: argparse.Namespace) -> None:
         raise BadInputError("--temperature", expected="above 0", found=options.temperature)
     for flag in ("html", "save"):
         path = getattr(options, flag)
-        if path and (path.is_dir() or not path.parent.is_dir()):
+        if path and (not path.parent.is_dir() or (path.exists() and not path.is_file())):
             raise BadInputError(f"--{flag}", expected="a file in a directory", found=path)
+    for path in options.other:
+        if not path.is_dir():
+            raise BadInputError("--other", expected="a checkpoint directory", found=path)
 
 
 @exits_politely
@@ -429,9 +432,8 @@ def main() -> None:
         source, setup_of(source, options), checkpoint, others=others, num_extremes=options.top
     )
     if options.html:
-        scratch = options.html.with_name(f".{options.html.name}.{os.getpid()}")
-        scratch.write_text(render(report))
-        scratch.replace(options.html)
+        with replacing(options.html) as aside:
+            aside.write_text(render(report))
     if options.json:
         print(json.dumps(report))
     else:

@@ -23,6 +23,7 @@ from google.protobuf.proto import parse_length_prefixed, serialize_length_prefix
 
 from contracts import codec
 from contracts.errors import BadInputError
+from contracts.files import replacing
 from contracts.pb import rollout_pb2
 from contracts.runfile import read_resolved, validate_section
 from contracts.types import TrajectoryGroup
@@ -151,7 +152,7 @@ def _next_message(stream: io.BytesIO) -> rollout_pb2.TrajectoryGroup | None:
 
 def write_groups(path: Path, groups: Iterable[TrajectoryGroup]) -> None:
     """The file that `read_source` reads: each group's length as a varint, then its bytes."""
-    with path.open("wb") as file:
+    with replacing(path) as aside, aside.open("wb") as file:
         for group in groups:
             buffer = io.BytesIO()
             serialize_length_prefixed(codec.group_to_pb(group), buffer)

@@ -6,6 +6,7 @@ checkpoint's shape without it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -56,8 +57,13 @@ class ModelConfig:
             "num_experts_per_tok",
             "moe_intermediate_size",
         ):
-            if getattr(self, name) < 1:
-                raise BadInputError(f"model {name}", expected=">= 1", found=getattr(self, name))
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise BadInputError(f"model {name}", expected="an integer >= 1", found=repr(value))
+        for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise BadInputError(f"model {name}", expected="a number >= 0", found=repr(value))
         if self.num_attention_heads % self.num_key_value_heads:
             raise BadInputError(
                 "model num_attention_heads",
@@ -70,9 +76,11 @@ class ModelConfig:
                 expected=f"<= num_experts ({self.num_experts})",
                 found=self.num_experts_per_tok,
             )
-        if self.head_dim < 2 or self.head_dim % 2:
+        if not isinstance(self.head_dim, int) or self.head_dim < 2 or self.head_dim % 2:
             raise BadInputError(
-                "model head_dim", expected="an even number (rotary pairs)", found=self.head_dim
+                "model head_dim",
+                expected="an even number (rotary pairs)",
+                found=repr(self.head_dim),
             )
 
     @staticmethod
@@ -82,6 +90,8 @@ class ModelConfig:
         Raises:
             BadInputError: another architecture, a missing key, or a feature without a path here.
         """
+        if not isinstance(data, dict):
+            raise BadInputError("config.json", expected="an object", found=type(data).__name__)
         if data.get("model_type") != "qwen3_moe":
             raise BadInputError(
                 "config.json model_type", expected="qwen3_moe", found=data.get("model_type")
@@ -90,19 +100,21 @@ class ModelConfig:
             if key in data and data[key] not in accepted:
                 raise BadInputError(f"config.json {key}", expected=accepted[0], found=data[key])
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise BadInputError("config.json rope_scaling", expected="an object", found=repr(rope))
         if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
             raise BadInputError("config.json rope_type", expected="default", found=kind)
         data = {"norm_topk_prob": False, **data}  # the default of transformers, not ours
         data.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
         if "num_local_experts" in data:
             data.setdefault("num_experts", data["num_local_experts"])
-        if not data.get("head_dim") and data.get("num_attention_heads"):
-            data["head_dim"] = data.get("hidden_size", 0) // data["num_attention_heads"]
         if isinstance(data.get("eos_token_id"), list):
             data["eos_token_id"] = tuple(data["eos_token_id"])
         names = [field.name for field in fields(ModelConfig)]
-        known = {name: data[name] for name in names if name in data}
         try:
+            if not data.get("head_dim") and data.get("num_attention_heads"):
+                data["head_dim"] = data.get("hidden_size", 0) // data["num_attention_heads"]
+            known = {name: data[name] for name in names if name in data}
             return ModelConfig(**known)
         except TypeError as error:  # a required key is absent, or of the wrong kind
             raise BadInputError(
