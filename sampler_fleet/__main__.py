@@ -18,13 +18,12 @@ from typing import Annotated
 
 import typer
 
-from contracts.errors import DirtyProcessError, exits_politely
+from contracts.errors import EXIT_DIRTY, DirtyProcessError, exits_politely
 from contracts.rpc import read_token
 from sampler_fleet.process import die_with_parent, log_to_stderr, run_until_stopped, write_port_file
 
 log = logging.getLogger(__name__)
 
-EXIT_DIRTY = 3  # replace this process; see contracts.errors.DirtyProcessError
 STOP_GRACE_S = 1.0  # for calls in progress when the gateway stops
 
 app = typer.Typer(

@@ -96,8 +96,8 @@ class LossConfig(Section):
         if not isinstance(data, dict):
             return data
         arm = data.get("arm", DEFAULT_ARM)
-        arm = _ALIASES.get(arm, arm)
-        if arm not in PRESETS:
+        arm = _ALIASES.get(arm, arm) if isinstance(arm, str) else arm
+        if not isinstance(arm, str) or arm not in PRESETS:
             raise ValueError(f"an arm of {', '.join(PRESETS)}, not {arm!r}")
         preset = dict(PRESETS[arm])
         if data.get("importance", preset.get("importance")) != preset.get("importance"):

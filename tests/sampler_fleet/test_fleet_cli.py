@@ -58,7 +58,7 @@ def group(**changes):
         ({"fleet": {"groups": [group(size=1)]}}, "fleet.groups.0.size: expected a known key"),
         ({"fleet": {"groups": [group(weight_format="int4")]}}, "found 'int4'"),
         ({"fleet": {"groups": [group(capacity=0)]}}, "fleet.groups.0.capacity: expected"),
-        ({"fleet": {"groups": [group(), group()]}}, "not 'a' twice"),
+        ({"fleet": {"groups": [group(), group()]}}, "found 'a' twice"),
         ({"fleet": {"groups": [group(purpose="evaluate")]}}, "expected a group with purpose train"),
         ({"fleet": {"groups": [group()], "lease_seconds": 1}}, "at least two heartbeats"),
         ({"fleet": {"groups": [group()], "max_context_tokens": 100}}, "fleet.max_context_tokens"),
