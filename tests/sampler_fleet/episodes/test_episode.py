@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
 
@@ -26,6 +25,7 @@ from sampler_fleet.episodes.base import GeneratedChunk, SandboxError
 from sampler_fleet.episodes.chat import ChatFormat
 from sampler_fleet.episodes.prompts import SUBMIT_COMMAND
 from sampler_fleet.episodes.sandbox import SandboxPool
+from tests.sampler_fleet.episodes.processes import started
 
 FIX = "sed -i 's/+/*/' shop/cart.py"
 LIMITS = EpisodeLimits(max_turns=6, command_seconds=5)
@@ -246,16 +246,13 @@ class TestFailures:
         pool = SandboxPool(1, host=host)
 
         async def kill():
-            while True:
-                await asyncio.sleep(0.02)
-                for sandbox in list(pool._open):
-                    if sandbox._process is not None:
-                        with contextlib.suppress(ProcessLookupError):  # dead, and not closed yet
-                            os.kill(sandbox.pid, 9)
+            assert await started("61.25", 1)
+            (sandbox,) = pool._open
+            os.kill(sandbox.pid, 9)
 
         killer = asyncio.create_task(kill())
-        trajectory, _ = await play("sleep 1", SUBMIT_COMMAND, sandboxes=pool)
-        killer.cancel()
+        trajectory, _ = await play("sleep 61.25", SUBMIT_COMMAND, sandboxes=pool)
+        await killer
         await pool.close()
         assert (trajectory.reward, trajectory.ending) == (None, Ending.FAILURE)
         assert "sandbox" in trajectory.failure

@@ -22,6 +22,7 @@ from sampler_fleet.episodes.sandbox import (
     SandboxPool,
     find_host,
 )
+from tests.sampler_fleet.episodes.processes import gone, processes_of, started
 
 TREE = {"README.md": b"hello\n", "pkg/__init__.py": b"", "pkg/a.py": b"x = 1\n"}
 
@@ -34,36 +35,6 @@ async def box(pool):
 
 async def run(box, command, **options):
     return await box.exec(command, timeout_s=options.pop("timeout_s", 10), **options)
-
-
-def processes_of(marker: str) -> list[int]:
-    """Host pids of processes whose command line contains the marker."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if marker.encode() in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
-
-
-async def started(marker: str, num: int) -> bool:
-    """Whether so many processes have got as far as their own command line."""
-    for _ in range(100):
-        if len(processes_of(marker)) >= num:
-            return True
-        await asyncio.sleep(0.05)
-    return False
-
-
-async def gone(marker: str) -> bool:
-    for _ in range(100):
-        if not processes_of(marker):
-            return True
-        await asyncio.sleep(0.05)
-    return False
 
 
 class TestCommands:
