@@ -399,6 +399,7 @@ class Loop:
             wall_seconds=self.elapsed_seconds,
             before=self._evaluation("before"),
             after=self._evaluation("after"),
+            restarts=self._services.num_restarts,
         )
         write_summary(self._path, summary)
         print_summary(self._console, summary, write_report(self._path))

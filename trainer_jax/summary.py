@@ -30,8 +30,11 @@ def build_summary(
     wall_seconds: float,
     before: Mapping[str, Any] | None,
     after: Mapping[str, Any] | None,
+    restarts: int,
 ) -> dict[str, Any]:
     """The content of summary.json.
+
+    `restarts` counts those of this attempt, also since its last update.
 
     `sections` is the run record, `before` and `after` are evaluations as JSON values. A group's
     `share_of_out_of_band_tokens` is its part of all tokens with a ratio outside the band (compare
@@ -64,7 +67,7 @@ def build_summary(
             "trained": _mean(records, "tokens_per_second/trained"),
         },
         "infrastructure_failures": _last(records, "fleet/infrastructure_failures"),
-        "restarts": _last(records, "fleet/restarts"),
+        "restarts": restarts,
         "groups": group_rows(sections, records),
         "settings": sections,
     }

@@ -72,7 +72,13 @@ def evaluation(rate: float) -> dict:
 
 def summary_of(records, before=None, after=None) -> dict:
     return build_summary(
-        SECTIONS, records, status="finished", wall_seconds=12.34, before=before, after=after
+        SECTIONS,
+        records,
+        status="finished",
+        wall_seconds=12.34,
+        before=before,
+        after=after,
+        restarts=3,
     )
 
 
@@ -81,6 +87,7 @@ def test_keys_that_machines_read():
     summary = json.loads(json.dumps(summary))
     assert summary["wall_seconds"] == 12.3
     assert summary["updates"] == 2
+    assert summary["restarts"] == 3
     assert summary["heldout"]["before"]["pass_at_1"] == 0.25
     assert summary["heldout"]["after"]["pass_at_4"] == 0.5
     assert summary["heldout"]["after"]["pass_at_1_interval"] == [0.4, 0.6]
