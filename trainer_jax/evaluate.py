@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from contracts.errors import BadInputError, RetryError
+from contracts.files import replacing
 from contracts.types import Ending, SamplingParams, Trajectory
 from trainer_jax.config import EvaluationSection
 from trainer_jax.rollouts import RolloutClient
@@ -225,6 +225,5 @@ def _episodes(
 
 def write_evaluation(path: Path, evaluation: Evaluation) -> None:
     """Atomically, so that a resumed run finds it whole or not at all."""
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(evaluation.to_json(), indent=2, sort_keys=True) + "\n")
-    os.replace(scratch, path)
+    with replacing(path) as aside:
+        aside.write_text(json.dumps(evaluation.to_json(), indent=2, sort_keys=True) + "\n")

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from contracts.errors import BadInputError
+from contracts.files import replacing
 from contracts.types import Ending
 from trainer_jax.live import number
 from trainer_jax.metrics import Record, read_metrics
@@ -79,25 +80,30 @@ def write_report(directory: Path) -> Path:
             str(directory / SUMMARY_FILE), expected="JSON", found=str(error)
         ) from None
     path = directory / REPORT_FILE
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(render(summary, records))
-    scratch.replace(path)
+    with replacing(path) as aside:
+        aside.write_text(render(summary, records))
     return path
 
 
 def render(summary: Mapping[str, Any], records: Sequence[Record]) -> str:
     """The page as text."""
+    return render_page(
+        Path(__file__).with_name("report.html"),
+        summary=summary, plots=draw_plots(summary, records), settings=_settings(summary),
+    )  # fmt: skip
+
+
+def render_page(template: Path, **values: Any) -> str:
+    """A page of a template file; a value it lacks is an error, and text is escaped."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(template.parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "percent": percent}
-    return environment.get_template("report.html").render(
-        summary=summary, plots=draw_plots(summary, records), settings=_settings(summary)
-    )
+    return environment.get_template(template.name).render(**values)
 
 
 def _settings(summary: Mapping[str, Any]) -> dict[str, dict[str, str]]:

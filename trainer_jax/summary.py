@@ -7,7 +7,6 @@ Owns the keys of summary.json and how per-update metrics become one number. Must
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from contracts.files import replacing
 from trainer_jax.live import number
 from trainer_jax.metrics import Record
 
@@ -139,9 +139,8 @@ def _ratio(part: float, whole: float) -> float | None:
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
     path = directory / SUMMARY_FILE
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(summary, indent=2) + "\n")
-    os.replace(scratch, path)
+    with replacing(path) as aside:
+        aside.write_text(json.dumps(summary, indent=2) + "\n")
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], report: Path) -> None:

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -51,7 +50,7 @@ from tools.mismatch_report.source import (
 )
 from tools.mismatch_report.tokens import Setup, Tokens, compare, usable, whole_sets
 from trainer_jax.live import number
-from trainer_jax.report import svg_of
+from trainer_jax.report import render_page, svg_of
 from trainer_jax.summary import percent
 
 RATIO_EDGES = (0.05, 0.2, 0.5, 0.8, 0.95, 1.05, 1.25, 2.0, 5.0, 20.0)
@@ -322,13 +321,6 @@ def ratio_bins() -> list[str]:
 
 def render(report: Mapping[str, Any]) -> str:
     """The report as one self-contained page."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     drawn: list[tuple[str, str, Callable[[Axes], None]]] = [
         (
             "KL between sampler and trainer",
@@ -350,9 +342,10 @@ def render(report: Mapping[str, Any]) -> str:
         {"title": title, "note": note, "svg": Markup(svg_of(title, draw))}
         for title, note, draw in drawn
     ]
-    return environment.get_template("report.html").render(
-        report=report, plots=plots, columns=_COLUMNS, bins=ratio_bins(), percent=percent
-    )
+    return render_page(
+        Path(__file__).with_name("report.html"),
+        report=report, plots=plots, columns=_COLUMNS, bins=ratio_bins(), percent=percent,
+    )  # fmt: skip
 
 
 def _bars(axes: Axes, rows: Mapping[str, Row], metric: str) -> None:

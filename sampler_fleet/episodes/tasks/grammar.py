@@ -7,7 +7,6 @@ right or faulty, is a held-out one. Pure: the templates are the same on any mach
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -19,7 +18,6 @@ from sampler_fleet.episodes.tasks.templates import (
     ROLE,
     Domain,
     Template,
-    Variant,
     role_of,
 )
 
@@ -213,7 +211,8 @@ def drawn_templates() -> tuple[tuple[Domain, Template], ...]:
         if shape not in taken and heldout.isdisjoint(map(_shape, faulty)):
             taken.add(shape)
             domain = DOMAINS[len(found) % len(DOMAINS)]
-            found.append((domain, _template(f"{domain.packages[0]}-drawn-{len(found)}", source)))
+            name = f"{domain.packages[0]}-drawn-{len(found)}"
+            found.append((domain, Template.of(name, [source], heldout=False)))
         if len(found) == NUM_DRAWN:
             return tuple(found)
     raise AssertionError("the stream of sources has no end")
@@ -249,19 +248,6 @@ class _Expansion:
             return self._rng.choice(used)
         used.append(f"{role}{len(used) + 1}")
         return used[-1]
-
-
-def _template(name: str, source: str) -> Template:
-    definition = ast.parse(source).body[0]
-    assert isinstance(definition, ast.FunctionDef)
-    variant = Variant(
-        template=name,
-        heldout=False,
-        source=source,
-        function=definition.name,
-        params=tuple(arg.arg for arg in definition.args.args),
-    )
-    return Template(name=name, heldout=False, variants=(variant,))
 
 
 def _shape(source: str) -> str:

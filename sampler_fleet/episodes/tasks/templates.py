@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
 
@@ -92,6 +92,24 @@ class Template:
     heldout: bool
     variants: tuple[Variant, ...]
 
+    @staticmethod
+    def of(name: str, sources: Iterable[str], *, heldout: bool) -> Template:
+        """From the sources of its variants, each one function."""
+        variants = []
+        for source in sources:
+            definition = ast.parse(source).body[0]
+            assert isinstance(definition, ast.FunctionDef), source
+            variants.append(
+                Variant(
+                    template=name,
+                    heldout=heldout,
+                    source=source,
+                    function=definition.name,
+                    params=tuple(arg.arg for arg in definition.args.args),
+                )
+            )
+        return Template(name=name, heldout=heldout, variants=tuple(variants))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
@@ -119,20 +137,7 @@ def _template(prefix: str, block: str) -> Template:
     assert match, block
     name = f"{prefix}-{match['title'].replace(' ', '-')}"
     heldout = match["heldout"] is not None
-    variants = []
-    for source in _expand(match["source"]):
-        definition = ast.parse(source).body[0]
-        assert isinstance(definition, ast.FunctionDef), block
-        variants.append(
-            Variant(
-                template=name,
-                heldout=heldout,
-                source=source,
-                function=definition.name,
-                params=tuple(arg.arg for arg in definition.args.args),
-            )
-        )
-    return Template(name=name, heldout=heldout, variants=tuple(variants))
+    return Template.of(name, _expand(match["source"]), heldout=heldout)
 
 
 def _expand(source: str) -> list[str]:
