@@ -153,7 +153,10 @@ class Run:
         assert self.process
         found = {}
         for child in psutil.Process(self.process.pid).children():
-            line = " ".join(child.cmdline())
+            try:
+                line = " ".join(child.cmdline())
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue  # it ended between the two looks
             for kind in ("weight_sync serve", "sampler_fleet serve", "sampler_fleet join"):
                 if f"-m {kind}" in line:
                     name = (
@@ -166,8 +169,9 @@ class Run:
         return found
 
     def kill_service(self, name: str) -> None:
-        self.until(lambda: name in self.services())
-        self.services()[name].kill()
+        found: dict[str, psutil.Process] = {}
+        self.until(lambda: found.update(self.services()) or name in found)
+        found[name].kill()
 
     def signal(self, number: int) -> None:
         assert self.process
