@@ -23,6 +23,7 @@ from contracts.types import (
     Purpose,
     SamplerInfo,
     SamplingParams,
+    Switch,
     TensorEntry,
     Trajectory,
     TrajectoryGroup,
@@ -233,6 +234,30 @@ def sampler_to_pb(info: SamplerInfo) -> fleet_pb2.Register:
         tokenizer_fingerprint=info.tokenizer_fingerprint,
         protocol_version=info.protocol_version,
         version=info.version,
+    )
+
+
+def switch_to_pb(switch: Switch) -> fleet_pb2.Switch:
+    return fleet_pb2.Switch(
+        base_version=switch.base_version,
+        num_bytes=switch.num_bytes,
+        fetch_seconds=switch.fetch_s,
+        apply_seconds=switch.apply_s,
+        verify_seconds=switch.verify_s,
+        load_seconds=switch.load_s,
+        pause_seconds=switch.pause_s,
+    )
+
+
+def switch_from_pb(message: fleet_pb2.Switch) -> Switch:
+    return Switch(
+        base_version=message.base_version,
+        num_bytes=message.num_bytes,
+        fetch_s=message.fetch_seconds,
+        apply_s=message.apply_seconds,
+        verify_s=message.verify_seconds,
+        load_s=message.load_seconds,
+        pause_s=message.pause_seconds,
     )
 
 

@@ -1,7 +1,9 @@
-"""gRPC plumbing shared by every server and client: channels, servers, tokens, errors.
+"""gRPC plumbing shared by every server and client: channels, servers, TLS, errors.
 
-Owns the one table between exception types and status codes, the bearer-token check, message size
-and keepalive settings. Must not know any particular service.
+Owns the one table between exception types and status codes, where tokens and certificates enter a
+channel or a server, message size and keepalive settings. Must not know any particular service.
+
+Wherever it takes credentials, a plain token stands for itself without TLS.
 """
 
 from __future__ import annotations
@@ -9,17 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hmac
+import functools
+import ipaddress
 import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from contracts.credentials import Credentials, Tls, Token
 from contracts.errors import (
     AuthError,
     BadInputError,
@@ -103,31 +106,9 @@ def calling(address: str) -> Iterator[None]:
         raise raised from None
 
 
-def read_token(path: str | Path | None) -> str:
-    """The bearer token in a file ("" without one), never logged. Raises BadInputError."""
-    if not path:
-        return ""
-    try:
-        token = Path(path).read_bytes().decode("ascii").strip()
-    except UnicodeDecodeError:
-        token = "\0"
-    if not token.isprintable():  # a header can't carry it
-        raise BadInputError(
-            f"token file {path}", expected="one line of ASCII text", found="other bytes"
-        )
-    if len(token) < 16:
-        raise BadInputError(
-            f"token file {path}", expected="at least 16 characters", found=f"{len(token)}"
-        )
-    return token
-
-
-def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """For a call that brings the token itself, on a channel without one.
-
-    Interceptors make an asyncio call copy its written messages through a generator; a stream that
-    lives long and writes much does without.
-    """
+def token_metadata(credentials: Credentials | str) -> tuple[tuple[str, str], ...]:
+    """For a call that brings the token itself, on a channel that doesn't add it."""
+    token = Credentials.of(credentials).token.current()
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
@@ -137,11 +118,12 @@ class _AddToken(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    def __init__(self, token: str) -> None:
-        self._extra = token_metadata(token)
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
 
     def _details(self, details: Any) -> Any:
-        return details._replace(metadata=tuple(details.metadata or ()) + self._extra)
+        extra = token_metadata(self._credentials)
+        return details._replace(metadata=(*(details.metadata or ()), *extra))
 
     def intercept_unary_unary(self, continuation, client_call_details, request):
         return continuation(self._details(client_call_details), request)
@@ -156,10 +138,19 @@ class _AddToken(
         return continuation(self._details(client_call_details), request_iterator)
 
 
-def sync_channel(address: str, token: str = "") -> grpc.Channel:
-    """A blocking channel that carries the token on every call."""
-    channel = grpc.insecure_channel(address, options=_OPTIONS)
-    return grpc.intercept_channel(channel, _AddToken(token)) if token else channel
+def sync_channel(address: str, credentials: Credentials | str = "") -> grpc.Channel:
+    """A blocking channel that carries the token on every call, encrypted if there is TLS.
+
+    Raises BadInputError: TLS without a CA.
+    """
+    credentials = Credentials.of(credentials)
+    _warn_of_plain_token(address, credentials)
+    if credentials.tls:
+        secure = _channel_credentials(credentials.tls)
+        channel = grpc.secure_channel(address, secure, options=_OPTIONS)
+    else:
+        channel = grpc.insecure_channel(address, options=_OPTIONS)
+    return grpc.intercept_channel(channel, _AddToken(credentials)) if credentials.token else channel
 
 
 # grpc.aio files an interceptor under the first of its base classes, so each arity needs its own.
@@ -195,22 +186,74 @@ class _AioStreamStream(grpc.aio.StreamStreamClientInterceptor):
         return await continuation(self._add(client_call_details), request_iterator)
 
 
-def aio_channel(address: str, token: str = "") -> grpc.aio.Channel:
-    """An asyncio channel that carries the token on every call."""
+def aio_channel(
+    address: str, credentials: Credentials | str = "", *, add_token: bool = True
+) -> grpc.aio.Channel:
+    """An asyncio channel that carries the token on every call, encrypted if there is TLS.
+
+    Interceptors make an asyncio call copy its written messages through a generator; a stream that
+    lives long and writes much does without: `add_token=False`, and `token_metadata` on the call.
+
+    Raises BadInputError: TLS without a CA.
+    """
+    credentials = Credentials.of(credentials)
+    _warn_of_plain_token(address, credentials)
 
     def add(details: Any) -> Any:
-        return details._replace(metadata=(*(details.metadata or ()), *token_metadata(token)))
+        extra = token_metadata(credentials)
+        return details._replace(metadata=(*(details.metadata or ()), *extra))
 
     kinds = (_AioUnaryUnary, _AioUnaryStream, _AioStreamUnary, _AioStreamStream)
-    interceptors = [kind(add) for kind in kinds] if token else []
+    interceptors = [kind(add) for kind in kinds] if add_token and credentials.token else []
+    if credentials.tls:
+        secure = _channel_credentials(credentials.tls)
+        return grpc.aio.secure_channel(address, secure, options=_OPTIONS, interceptors=interceptors)
     return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
+
+
+def _channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
+    if tls.ca is None:  # gRPC would then trust every public CA
+        raise BadInputError(
+            "TLS of a client", expected="the CA that the server is verified by", found="none"
+        )
+    return grpc.ssl_channel_credentials(
+        root_certificates=tls.ca, private_key=tls.key, certificate_chain=tls.certificate
+    )
+
+
+def _server_credentials(tls: Tls) -> grpc.ServerCredentials:
+    if tls.certificate is None or tls.key is None:
+        raise BadInputError("TLS of a server", expected="a certificate and its key", found="none")
+    return grpc.ssl_server_credentials(
+        [(tls.key, tls.certificate)],
+        root_certificates=tls.ca,
+        require_client_auth=tls.ca is not None,
+    )
+
+
+def _warn_of_plain_token(address: str, credentials: Credentials) -> None:
+    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    if credentials.tls is None and credentials.token and not _is_loopback(host):
+        _warn_once(address)
+
+
+@functools.cache  # channels are made again and again
+def _warn_once(address: str) -> None:
+    log.warning("the bearer token goes to %s in plain text: nothing encrypts it", address)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class _CheckToken(grpc.aio.ServerInterceptor):
     """Refuses a call without the right bearer token, whatever its arity."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}"
+    def __init__(self, token: Token) -> None:
+        self._token = token
 
     async def intercept_service(
         self,
@@ -218,15 +261,16 @@ class _CheckToken(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
-        if handler is None or hmac.compare_digest(str(given).encode(), self._expected.encode()):
+        given = str(dict(handler_call_details.invocation_metadata or ()).get("authorization", ""))
+        scheme, _, shown = given.partition(" ")
+        if handler is None or (scheme == "Bearer" and self._token.accepts(shown)):
             return handler
 
         async def refuse(_request: Any, context: grpc.aio.ServicerContext) -> None:
             found = "a different token" if given else "no token"
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED,
-                f"bearer token: expected the one this server was started with, found {found}",
+                f"bearer token: expected this server's, found {found}",
             )
 
         async def refuse_stream(
@@ -267,21 +311,26 @@ async def answering(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
 
 
 async def start_server(
-    address: str, token: str, add: Callable[[grpc.aio.Server], None]
+    address: str, credentials: Credentials | str, add: Callable[[grpc.aio.Server], None]
 ) -> tuple[grpc.aio.Server, int]:
     """Starts an asyncio server at host:port (port 0 picks one) and returns it with its port.
 
     `add` registers the servicers.
 
     Raises:
-        BadInputError: not host:port, a port in use on any of the host's addresses, or none of
-            them an address of this machine.
+        BadInputError: not host:port, a port in use on any of the host's addresses, none of them
+            an address of this machine, or TLS without a certificate.
     """
+    credentials = Credentials.of(credentials)
+    secure = _server_credentials(credentials.tls) if credentials.tls else None
     await _check_listen(address)
-    server = grpc.aio.server(options=_OPTIONS, interceptors=[_CheckToken(token)] if token else [])
+    interceptors = [_CheckToken(credentials.token)] if credentials.token else []
+    server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
     add(server)
     try:
-        port = server.add_insecure_port(address)
+        port = (
+            server.add_secure_port(address, secure) if secure else server.add_insecure_port(address)
+        )
     except RuntimeError:
         port = 0
     if not port:  # somebody was faster

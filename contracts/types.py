@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -26,6 +27,8 @@ class WeightFormat(enum.StrEnum):
 
     BF16 = "bf16"
     FP8_BLOCK = "fp8-block"
+    FP8_CHANNEL = "fp8-channel"
+    MXFP8 = "mxfp8"
     NVFP4 = "nvfp4"
 
 
@@ -290,6 +293,31 @@ class Manifest:
     base_version: int = 0  # 0: a full snapshot
     files: tuple[FileEntry, ...] = field(default=())
     tensors: tuple[TensorEntry, ...] = field(default=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """A version at hand, and what it took to get it here."""
+
+    directory: Path
+    base_version: int = 0  # of the deltas it was made with; 0: it came in full, or was here
+    num_bytes: int = 0  # over the wire
+    fetch_s: float = 0.0
+    apply_s: float = 0.0  # deltas to a copy of the base
+    verify_s: float = 0.0  # checksums, and moving into place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch:
+    """What it took a sampler to switch to the version it has."""
+
+    base_version: int
+    num_bytes: int
+    fetch_s: float
+    apply_s: float
+    verify_s: float
+    load_s: float  # into the engine, while it decodes
+    pause_s: float  # of decoding
 
 
 def check_completion(completion: Completion, *, sampler_id: str, truncates: bool) -> None:

@@ -18,8 +18,8 @@ from typing import Annotated
 
 import typer
 
+from contracts.credentials import Credentials, read_credentials
 from contracts.errors import EXIT_DIRTY, DirtyProcessError, exits_politely
-from contracts.rpc import read_token
 from sampler_fleet.process import die_with_parent, log_to_stderr, run_until_stopped, write_port_file
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ DieWithParent = Annotated[
     bool, typer.Option("--die-with-parent", help="Stop when the process that started this ends.")
 ]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token of the run.")]
+TlsCa = Annotated[Path | None, typer.Option(help="PEM file of the CA that verifies the peers.")]
+TlsCert = Annotated[Path | None, typer.Option(help="PEM file of this process's certificate.")]
+TlsKey = Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")]
 
 
 def main() -> None:
@@ -45,13 +48,16 @@ def main() -> None:
 
 @app.command()
 @exits_politely
-def serve(
+def serve(  # noqa: PLR0913 (a command line)
     config: Config,
     state_dir: StateDir,
     checkpoint: Annotated[Path, typer.Option(help="Any checkpoint of the run's policy.")],
     listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 picks one.")] = "127.0.0.1:0",
     weights: Annotated[str, typer.Option(help="The weight service, as samplers reach it.")] = "",
     token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     port_file: Annotated[Path | None, typer.Option(help="Gets the bound port.")] = None,
     with_parent: DieWithParent = False,
 ) -> None:
@@ -66,7 +72,9 @@ def serve(
             checkpoint=checkpoint,
             listen=listen,
             weights=weights,
-            token=read_token(token_file),
+            credentials=read_credentials(
+                token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
+            ),
             port_file=port_file,
         )
     )
@@ -79,7 +87,7 @@ async def _serve(
     checkpoint: Path,
     listen: str,
     weights: str,
-    token: str,
+    credentials: Credentials,
     port_file: Path | None,
 ) -> None:
     from contracts.rpc import start_server
@@ -123,7 +131,7 @@ async def _serve(
     try:
         server, port = await start_server(
             listen,
-            token,
+            credentials,
             lambda server: add_services(
                 server, fleet=fleet, spool=spool, producer=producer, weights_address=weights
             ),
@@ -155,7 +163,7 @@ async def _first_failure(*jobs) -> None:
 
 @app.command()
 @exits_politely
-def join(
+def join(  # noqa: PLR0913 (a command line)
     config: Config,
     gateway: Gateway,
     weights: Annotated[str, typer.Option(help="The weight service's HOST:PORT.")],
@@ -163,6 +171,9 @@ def join(
     sampler_id: Annotated[str, typer.Option(help="Unique in the run, kept over restarts.")],
     state_dir: StateDir,
     token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     with_parent: DieWithParent = False,
 ) -> int:
     """A sampler with the embedded engine: loads weights, dials out, serves its group."""
@@ -178,7 +189,9 @@ def join(
                 group_name=group,
                 sampler_id=sampler_id,
                 state_dir=state_dir,
-                token=read_token(token_file),
+                credentials=read_credentials(
+                    token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
+                ),
             )
         )
     except DirtyProcessError as error:
@@ -195,7 +208,7 @@ async def _join(
     group_name: str,
     sampler_id: str,
     state_dir: Path,
-    token: str,
+    credentials: Credentials,
 ) -> None:
     from sampler_fleet.config import read_settings
     from sampler_fleet.engines.embedded import EmbeddedEngine
@@ -212,14 +225,14 @@ async def _join(
         max_context_tokens=fleet.max_context_tokens,
         seed=int.from_bytes(hashlib.sha256(sampler_id.encode()).digest()[:4], "little"),
     )
-    client = WeightClient(weights, token, group.weight_format, state_dir / "weights")
+    client = WeightClient(weights, credentials, group.weight_format, state_dir / "weights")
     agent = SamplerAgent(
         sampler_id=sampler_id,
         group=group,
         engine=engine,
         weights=client,
         gateway=gateway,
-        token=token,
+        credentials=credentials,
         patience=Patience(drain=fleet.drain_seconds),
     )
     try:
@@ -234,6 +247,9 @@ async def _join(
 def status(
     gateway: Gateway,
     token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     every: Annotated[float, typer.Option(help="Seconds between updates; 0 shows it once.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Once, for machines.")] = False,
 ) -> None:
@@ -245,7 +261,8 @@ def status(
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)  # a file has no width, and the tables need one
-    show(gateway, read_token(token_file), every_seconds=every, console=console, as_json=as_json)
+    credentials = read_credentials(token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+    show(gateway, credentials, every_seconds=every, console=console, as_json=as_json)
 
 
 @app.command()
@@ -254,12 +271,16 @@ def drain(
     gateway: Gateway,
     sampler_id: Annotated[str, typer.Option(help="Which sampler.")],
     token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Lets a sampler finish what it runs, then leave."""
     from contracts import rpc
     from contracts.pb import fleet_pb2, fleet_pb2_grpc
 
-    with rpc.sync_channel(gateway, read_token(token_file)) as channel, rpc.calling(gateway):
+    credentials = read_credentials(token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+    with rpc.sync_channel(gateway, credentials) as channel, rpc.calling(gateway):
         fleet_pb2_grpc.FleetStub(channel).DrainSampler(
             fleet_pb2.DrainRequest(sampler_id=sampler_id), timeout=rpc.DEADLINE_S
         )

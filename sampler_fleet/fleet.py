@@ -26,6 +26,7 @@ from contracts.types import (
     GenerateRequest,
     Purpose,
     SamplerInfo,
+    Switch,
     check_completion,
 )
 from sampler_fleet.config import FleetConfig
@@ -212,9 +213,13 @@ class Fleet:
             log.info("sampler %s left: %s", link.sampler_id, reason)
             self._notify()
 
-    def heartbeat(self, link: Link, *, version: int, load: EngineLoad) -> None:
+    def heartbeat(
+        self, link: Link, *, version: int, load: EngineLoad, switch: Switch | None = None
+    ) -> None:
         known = self.registry.get(link.sampler_id)
-        self.registry.heartbeat(link.sampler_id, version=version, load=load, now=self._clock())
+        self.registry.heartbeat(
+            link.sampler_id, version=version, load=load, now=self._clock(), switch=switch
+        )
         if known and known.version != version:
             self._notify()
 

@@ -17,7 +17,7 @@ from contracts import codec
 from contracts.errors import BadInputError, DirtyProcessError, RetryError
 from contracts.pb import fleet_pb2, fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from contracts.rpc import answering
-from contracts.types import GenerateRequest
+from contracts.types import GenerateRequest, Switch
 from sampler_fleet.engines.base import EngineLoad
 from sampler_fleet.fleet import (
     Abort,
@@ -53,8 +53,11 @@ def command_to_pb(command: Command) -> fleet_pb2.GatewayMessage:
             return fleet_pb2.GatewayMessage(expel=fleet_pb2.Expel(reason=command.reason))
 
 
-def heartbeat_to_pb(version: int, load: EngineLoad) -> fleet_pb2.Heartbeat:
+def heartbeat_to_pb(
+    version: int, load: EngineLoad, switch: Switch | None = None
+) -> fleet_pb2.Heartbeat:
     return fleet_pb2.Heartbeat(
+        switch=codec.switch_to_pb(switch) if switch else None,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         version=version,
@@ -132,7 +135,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
                 link.deliver(message.delta.request_id, chunk)
             case "heartbeat":
                 beat = message.heartbeat
-                self._fleet.heartbeat(link, version=beat.version, load=load_from_pb(beat))
+                switch = codec.switch_from_pb(beat.switch) if beat.HasField("switch") else None
+                self._fleet.heartbeat(
+                    link, version=beat.version, load=load_from_pb(beat), switch=switch
+                )
             case "failed":
                 failed = message.failed
                 rule = f"sampler {link.sampler_id} could not finish: {failed.reason}"
@@ -179,7 +185,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
     def _sampler_state(self, sampler: Sampler) -> fleet_pb2.SamplerState:
         return fleet_pb2.SamplerState(
             register=codec.sampler_to_pb(sampler.info),
-            heartbeat=heartbeat_to_pb(sampler.version, sampler.load),
+            heartbeat=heartbeat_to_pb(sampler.version, sampler.load, sampler.switch),
             state=sampler.phase,
             num_sessions=self._fleet.router.num_sessions[sampler.sampler_id],
         )

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from contracts import codec, rpc
+from contracts.credentials import Credentials
 from contracts.errors import AuthError, BadInputError, DirtyProcessError, RetryError
 from contracts.pb import fleet_pb2, fleet_pb2_grpc
-from contracts.types import GenerateRequest, Manifest, SamplerInfo
+from contracts.types import Fetched, GenerateRequest, Manifest, SamplerInfo, Switch
 from sampler_fleet.config import GroupConfig
 from sampler_fleet.engines.base import Engine
 from sampler_fleet.fingerprint import identify_checkpoint
@@ -42,7 +44,7 @@ class Weights(Protocol):
         """
         ...
 
-    async def fetch(self, manifest: Manifest) -> Path:
+    async def fetch(self, manifest: Manifest) -> Fetched:
         """A complete, verified directory of that version."""
         ...
 
@@ -72,7 +74,7 @@ class SamplerAgent:
         engine: Engine,
         weights: Weights,
         gateway: str,
-        token: str = "",
+        credentials: Credentials | str = "",
         patience: Patience | None = None,
     ) -> None:
         self._sampler_id = sampler_id
@@ -80,9 +82,10 @@ class SamplerAgent:
         self.engine = engine
         self._weights = weights
         self.gateway = gateway
-        self.token = token
+        self.credentials = Credentials.of(credentials)
         self.patience = patience or Patience()
         self._info: SamplerInfo | None = None  # known once weights were loaded
+        self.switch: Switch | None = None  # to the version that the engine has
         self.leaving = ""  # why
         self._wake = asyncio.Event()  # a version was loaded, or it is time to leave
         self._newest: Manifest | None = None
@@ -159,8 +162,9 @@ class SamplerAgent:
             manifest = self._newest
             assert manifest is not None, "set before it is announced"
             try:
-                directory = await self._weights.fetch(manifest)
-                await self.engine.load(directory, manifest)
+                fetched = await self._weights.fetch(manifest)
+                start = time.monotonic()
+                pause_s = await self.engine.load(fetched.directory, manifest)
             except RetryError as error:
                 log.warning("version %d: %s", manifest.version, error)
                 attempt += 1
@@ -173,7 +177,16 @@ class SamplerAgent:
                 log.error("version %d stays unused: %s", manifest.version, error)
                 continue
             attempt = 0
-            await self._describe(directory)
+            self.switch = Switch(
+                base_version=fetched.base_version,
+                num_bytes=fetched.num_bytes,
+                fetch_s=fetched.fetch_s,
+                apply_s=fetched.apply_s,
+                verify_s=fetched.verify_s,
+                load_s=time.monotonic() - start,
+                pause_s=pause_s,
+            )
+            await self._describe(fetched.directory)
             log.info("version %d loaded", manifest.version)
             self._notify()
 
@@ -236,8 +249,9 @@ class _Connection:
         Raises grpc.RpcError as the stream does, and what the engine raised.
         """
         self._send(register=codec.sampler_to_pb(self._info))
-        async with rpc.aio_channel(self._agent.gateway) as channel:
-            metadata = rpc.token_metadata(self._agent.token)
+        gateway, credentials = self._agent.gateway, self._agent.credentials
+        async with rpc.aio_channel(gateway, credentials, add_token=False) as channel:
+            metadata = rpc.token_metadata(credentials)
             call = fleet_pb2_grpc.FleetStub(channel).Join(metadata=metadata)
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -321,7 +335,7 @@ class _Connection:
     async def _heartbeat(self, interval: float) -> None:
         """Every `interval` seconds, and at once when a version was loaded."""
         while True:
-            load = self._engine.load_now()
+            load, switch = self._engine.load_now(), self._agent.switch
             self._send(
                 heartbeat=fleet_pb2.Heartbeat(
                     num_running=load.num_running,
@@ -329,6 +343,7 @@ class _Connection:
                     version=self._engine.version,
                     tokens_per_second=load.tokens_per_second,
                     kv_used_fraction=load.kv_used_fraction,
+                    switch=codec.switch_to_pb(switch) if switch else None,
                 )
             )
             await self._agent.changed(interval)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from contracts.errors import BadInputError, ConflictError
-from contracts.types import PROTOCOL_VERSION, SamplerInfo
+from contracts.types import PROTOCOL_VERSION, SamplerInfo, Switch
 from sampler_fleet.config import GroupConfig
 from sampler_fleet.engines.base import EngineLoad
 
@@ -37,6 +37,7 @@ class Sampler:
     load: EngineLoad
     lease_until: float
     reason: str = ""  # why it is not ready
+    switch: Switch | None = None  # to `version`
 
     @property
     def sampler_id(self) -> str:
@@ -99,12 +100,22 @@ class Registry:
             )
         )
 
-    def heartbeat(self, sampler_id: str, *, version: int, load: EngineLoad, now: float) -> None:
+    def heartbeat(
+        self,
+        sampler_id: str,
+        *,
+        version: int,
+        load: EngineLoad,
+        now: float,
+        switch: Switch | None = None,
+    ) -> None:
         """Renews a lease. A lost sampler stays lost: it has to register again."""
         sampler = self.get(sampler_id)
         if sampler:
             lease = now + self._lease_seconds
-            self._put(replace(sampler, version=version, load=load, lease_until=lease))
+            self._put(
+                replace(sampler, version=version, load=load, lease_until=lease, switch=switch)
+            )
 
     def drain(self, sampler_id: str, reason: str) -> None:
         """No new turns for it. BadInputError when there is no such live sampler."""

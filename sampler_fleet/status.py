@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from contracts import rpc
+from contracts.credentials import Credentials
 from contracts.pb import fleet_pb2, fleet_pb2_grpc
 
 _PHASE_STYLE = {"ready": "green", "draining": "yellow", "lost": "red"}
@@ -55,7 +56,7 @@ def sampler_table(reply: fleet_pb2.StatusReply) -> Table:
     table = Table(title="samplers", expand=True)
     for column in ("sampler", "group", "accelerator", "weights", "KV"):
         table.add_column(column)
-    for column in ("version", "sessions", "running", "waiting", "KV used", "tokens/s"):
+    for column in ("version", "switch", "sessions", "running", "waiting", "KV used", "tokens/s"):
         table.add_column(column, justify="right")
     table.add_column("state")
     for sampler in reply.samplers:
@@ -67,6 +68,7 @@ def sampler_table(reply: fleet_pb2.StatusReply) -> Table:
             info.weight_format,
             info.kv_format,
             str(beat.version),
+            _took(beat.switch) if beat.HasField("switch") else "",
             f"{sampler.num_sessions}/{info.max_sessions}",
             str(beat.num_running),
             str(beat.num_waiting),
@@ -75,6 +77,15 @@ def sampler_table(reply: fleet_pb2.StatusReply) -> Table:
             Text(sampler.state, style=_PHASE_STYLE.get(sampler.state, "")),
         )
     return table
+
+
+def _took(switch: fleet_pb2.Switch) -> str:
+    """What the switch to its version cost a sampler."""
+    how = "delta" if switch.base_version else "full"
+    seconds = (
+        switch.fetch_seconds + switch.apply_seconds + switch.verify_seconds + switch.load_seconds
+    )
+    return f"{how} {switch.num_bytes / 1e6:.1f} MB, {seconds:.1f} s"
 
 
 def render(reply: fleet_pb2.StatusReply) -> Group:
@@ -100,10 +111,15 @@ def fetch(channel: grpc.Channel, address: str) -> fleet_pb2.StatusReply:
 
 
 def show(
-    address: str, token: str, *, every_seconds: float, console: Console, as_json: bool = False
+    address: str,
+    credentials: Credentials,
+    *,
+    every_seconds: float,
+    console: Console,
+    as_json: bool = False,
 ) -> None:
     """Prints the status once, or until interrupted where the console is a terminal."""
-    with rpc.sync_channel(address, token) as channel:
+    with rpc.sync_channel(address, credentials) as channel:
         reply = fetch(channel, address)
         if as_json:
             fields = json_format.MessageToDict(reply, preserving_proto_field_name=True)

@@ -36,11 +36,20 @@ class RunSection(Section):
     gateway: str | None = None  # host:port
     weights: str | None = None  # host:port
     token_file: Path | None = None  # bearer token of both
+    tls_ca: Path | None = None  # verifies both; without it nothing is encrypted
+    tls_cert: Path | None = None  # of the trainer, where they ask for one
+    tls_key: Path | None = None
 
     @model_validator(mode="after")
     def _both_addresses(self) -> RunSection:
         if (self.gateway is None) != (self.weights is None):
             raise ValueError("both gateway and weights addresses, or neither")
+        if self.gateway is None and (self.tls_ca or self.tls_cert or self.tls_key):
+            raise ValueError("tls_ca, tls_cert and tls_key only with gateway and weights")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("both tls_cert and tls_key, or neither")
+        if self.tls_cert and not self.tls_ca:
+            raise ValueError("tls_ca with tls_cert")
         return self
 
     @property

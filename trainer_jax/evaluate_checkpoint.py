@@ -43,7 +43,7 @@ def evaluate_checkpoint(
         services = Services(config, directory, say=console.print)
         publisher = Publisher(
             services.addresses.weights,
-            services.token,
+            services.credentials,
             config=model,
             source=config.model.checkpoint,
             scratch=Path(scratch) / "export",

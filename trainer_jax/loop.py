@@ -106,7 +106,7 @@ class Loop:
         self._services = Services(config, directory, say=self._view.say)
         self._publisher = Publisher(
             self._services.addresses.weights,
-            self._services.token,
+            self._services.credentials,
             config=self._learner.model,
             source=config.model.checkpoint,
             scratch=self._path / "export",

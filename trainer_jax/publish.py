@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from contracts.credentials import Credentials
 from contracts.errors import RetryError
 from contracts.rpc import DEADLINE_S
 from trainer_jax.hf import save_checkpoint
@@ -27,9 +28,9 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 
 
-def latest_version(address: str, token: str) -> int:
+def latest_version(address: str, credentials: Credentials) -> int:
     """The newest version the weight service holds, 0 when empty. Raises RetryError."""
-    return client.status(address, token).latest_version
+    return client.status(address, credentials).latest_version
 
 
 class _Item:
@@ -57,10 +58,16 @@ class Publisher:
     """
 
     def __init__(
-        self, address: str, token: str, *, config: ModelConfig, source: Path, scratch: Path
+        self,
+        address: str,
+        credentials: Credentials,
+        *,
+        config: ModelConfig,
+        source: Path,
+        scratch: Path,
     ) -> None:
         """`source`: the directory whose tokenizer files travel along; `scratch`: for exports."""
-        self._address, self._token = address, token
+        self._address, self._credentials = address, credentials
         self._config, self._source, self._scratch = config, source, scratch
         self._condition = threading.Condition()
         self._waiting: _Item | None = None
@@ -133,7 +140,7 @@ class Publisher:
             while not self._stopped.is_set():
                 try:
                     client.publish(
-                        self._address, self._token, directory, item.version, patience_s=0
+                        self._address, self._credentials, directory, item.version, patience_s=0
                     )
                 except RetryError as error:
                     log.info("version %d waits for the weight service: %s", item.version, error)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import grpc
 
 from contracts.codec import group_from_pb, sampling_to_pb, trajectory_from_pb
+from contracts.credentials import Credentials
 from contracts.errors import RetryError
 from contracts.pb import fleet_pb2, rollout_pb2
 from contracts.pb.fleet_pb2_grpc import FleetStub
@@ -31,9 +32,9 @@ QUEUE_GROUPS = 2
 class RolloutClient:
     """The gateway as the trainer sees it. Thread-safe."""
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, credentials: Credentials | str) -> None:
         self.address = address
-        self._channel = sync_channel(address, token)
+        self._channel = sync_channel(address, credentials)
         self.rollout = RolloutStub(self._channel)
         self._fleet = FleetStub(self._channel)
 

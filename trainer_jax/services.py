@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from contracts.credentials import read_credentials
 from contracts.errors import RetryError
 from contracts.pb import fleet_pb2
-from contracts.rpc import read_token
 from trainer_jax.config import RunConfig
 from trainer_jax.local import (
     Addresses,
@@ -43,21 +43,27 @@ class Services:
         self._config = config
         self._directory = directory.path
         self._supervisor: Supervisor | None = None
+        run = config.run
         if config.is_local:
             self.addresses = local_addresses(directory.path)
             self._supervisor = Supervisor(
                 directory.path, inherit=(directory.lock_fd,), on_restart=say
             )
         else:
-            run = config.run
             assert run.gateway and run.weights, "checked by RunSection"
             self.addresses = Addresses(
                 gateway=run.gateway, weights=run.weights, token_file=run.token_file
             )
-        self.token = read_token(self.addresses.token_file)
-        self.client = RolloutClient(self.addresses.gateway, self.token)
+        self.credentials = read_credentials(
+            self.addresses.token_file,
+            tls_ca=run.tls_ca,
+            tls_cert=run.tls_cert,
+            tls_key=run.tls_key,
+        )
+        self.client = RolloutClient(self.addresses.gateway, self.credentials)
         self._status: fleet_pb2.StatusReply | None = None
         self._asked = 0.0
+        self._reason = ""  # why the last question stayed without an answer
 
     def start_weights(self, poll: Callable[[], None]) -> int:
         """Starts the weight service; returns the newest version it holds (0: none)."""
@@ -67,8 +73,9 @@ class Services:
             nonlocal newest
             poll()
             try:
-                newest = latest_version(self.addresses.weights, self.token)
-            except RetryError:
+                newest = latest_version(self.addresses.weights, self.credentials)
+            except RetryError as error:
+                self._reason = str(error)
                 return False
             return True
 
@@ -93,7 +100,8 @@ class Services:
             poll()
             try:
                 self._status = self.client.status(timeout_s=STATUS_TIMEOUT_S)
-            except RetryError:
+            except RetryError as error:
+                self._reason = str(error)
                 return False
             return True
 
@@ -110,7 +118,7 @@ class Services:
             ready_by = time.monotonic() + START_S
             while not ready():
                 if time.monotonic() > ready_by:
-                    raise RetryError(f"{what} at {self.addresses} does not answer")
+                    raise RetryError(f"{what} does not answer: {self._reason}")
                 time.sleep(STATUS_EVERY_S)
 
     def check(self) -> None:

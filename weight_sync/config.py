@@ -14,7 +14,10 @@ from weight_sync.formats.nvfp4 import Recipe
 class WeightsConfig(Section):
     """How the weight service keeps and converts versions."""
 
-    keep_versions: int = Field(3, ge=1)  # newest ones, besides what is pinned or being fetched
+    # The newest ones, besides what is pinned or being fetched. Deltas are made between these.
+    keep_versions: int = Field(3, ge=1)
+    # A sampler further behind takes the full snapshot; older deltas are removed.
+    max_deltas: int = Field(16, ge=1)
     nvfp4_recipe: Recipe = Recipe.MODELOPT
     ignore: tuple[str, ...] = ()  # globs of module names that no format quantizes
     convert_threads: int = Field(1, ge=1)

@@ -98,13 +98,15 @@ def verify_directory(directory: Path, manifest: Manifest) -> None:
         CorruptError: a missing file, another size, or other bytes, with the file or tensor named.
     """
     for entry in manifest.files:
-        verify_file(directory / entry.name, manifest)
+        verify_file(directory / entry.name, manifest, entry)
 
 
-def verify_file(path: Path, manifest: Manifest) -> None:
-    """One file of a manifest, and each tensor in it; raises CorruptError as above."""
-    expected = next(entry for entry in manifest.files if entry.name == path.name)
-    tensors = {entry.name: entry for entry in manifest.tensors if entry.file == path.name}
+def verify_file(path: Path, manifest: Manifest, expected: FileEntry) -> None:
+    """One file of a manifest, and each tensor in it; raises CorruptError as above.
+
+    Its name may be another one while it is not yet complete.
+    """
+    tensors = {entry.name: entry for entry in manifest.tensors if entry.file == expected.name}
     try:
         found, entries = describe_file(path)
     except FileNotFoundError:
@@ -116,6 +118,7 @@ def verify_file(path: Path, manifest: Manifest) -> None:
         raise CorruptError(
             f"{path} of version {manifest.version}: tensor {wrong[0]} is not the one announced"
         )
+    found = dataclasses.replace(found, name=expected.name)
     if found != expected or len(entries) != len(tensors):
         raise CorruptError(
             f"{path} of version {manifest.version}: expected {expected.num_bytes} bytes with "

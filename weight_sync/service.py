@@ -23,15 +23,19 @@ import grpc.aio
 import xxhash
 
 from contracts import codec
+from contracts.credentials import Credentials
 from contracts.errors import BadInputError, RetryError
 from contracts.pb import weights_pb2, weights_pb2_grpc
 from contracts.rpc import CHUNK_BYTES, answering, start_server
-from contracts.types import FileEntry, WeightFormat
+from contracts.types import FileEntry, Manifest, WeightFormat
 from weight_sync import durable
+from weight_sync.chain import Edge, missing_delta, shortest_chain
 from weight_sync.config import WeightsConfig
 from weight_sync.convert import Options, StoppedError, convert_directory
+from weight_sync.delta import write_deltas
 from weight_sync.manifest import CorruptError, is_plain_name, verify_directory
 from weight_sync.store import VersionStore
+from weight_sync.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +74,9 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         self._newest = dict.fromkeys(WeightFormat, 0)
         self._failures: dict[WeightFormat, tuple[int, Exception]] = {}  # version it is about
         self._messages: dict[WeightFormat, weights_pb2.Manifest] = {}  # shared by all watchers
-        self._bytes_published = 0
-        self._bytes_fetched = 0
+        self._making: dict[tuple[WeightFormat, Edge], asyncio.Task[None]] = {}  # deltas
+        self._too_large: set[tuple[WeightFormat, Edge]] = set()  # deltas not worth their bytes
+        self._traffic = Traffic()
         for version in store.versions():
             for format in store.formats(version):
                 self._newest[format] = version
@@ -134,7 +139,7 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         await asyncio.to_thread(self._store.commit, staged, version, files)
         num_bytes = sum(entry.num_bytes for entry in files)
         log.info("version %d published, %d bytes", version, num_bytes)
-        self._bytes_published += num_bytes
+        self._traffic.bytes_published += num_bytes
         await self._announce(version, WeightFormat.BF16)
 
     async def _announce(self, version: int, format: WeightFormat) -> None:
@@ -147,8 +152,10 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         removed = await asyncio.to_thread(
             self._store.collect, self._config.keep_versions, recent | set(+self._fetches)
         )
+        await asyncio.to_thread(self._store.collect_deltas, self._config.max_deltas)
         for old in removed:
             self._fetched_at.pop(old, None)
+        self._too_large = {known for known in self._too_large if known[1][0] not in removed}
         for other, newest in self._newest.items():
             if newest in removed:  # nobody has watched this format for a while
                 self._look_again(other)
@@ -214,7 +221,9 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
             self._store.add_format(target, version, format, recipe=plan.recipe)
         finally:
             durable.remove_tree(staged)
-        log.info("version %d in %s after %.2f s", version, format, time.monotonic() - start)
+        seconds = time.monotonic() - start
+        self._traffic.convert_seconds[format] = seconds
+        log.info("version %d in %s after %.2f s", version, format, seconds)
 
     # Watch
 
@@ -259,10 +268,75 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
 
     # Fetch
 
+    async def Chain(self, request, context):
+        async with answering(context):
+            format = _format(request.format)
+            deltas = await self._chain(format, request.have, request.want)
+            return weights_pb2.ChainReply(deltas=[codec.manifest_to_pb(delta) for delta in deltas])
+
+    async def _chain(self, format: WeightFormat, have: int, want: int) -> list[Manifest]:
+        """The shortest chain of deltas, made if need be; none where the snapshot is shorter."""
+        snapshot = await asyncio.to_thread(self._store.manifest, want, format)
+        chain = self._known_chain(format, have, want)
+        if chain is None:
+            held = [v for v in self._store.versions() if format in self._store.formats(v)]
+            edge = missing_delta(
+                self._delta_sizes(format), held, have, want, max_deltas=self._config.max_deltas
+            )
+            if edge is None or (format, edge) in self._too_large:
+                return []
+            await self._make_delta(format, edge)
+            chain = self._known_chain(format, have, want)
+        known = self._store.deltas(format)
+        deltas = [known[edge] for edge in chain or () if edge in known]
+        if len(deltas) != len(chain or ()) or sum(map(_size, deltas)) >= _size(snapshot):
+            return []
+        return deltas
+
+    def _delta_sizes(self, format: WeightFormat) -> dict[Edge, int]:
+        return {edge: _size(manifest) for edge, manifest in self._store.deltas(format).items()}
+
+    def _known_chain(self, format: WeightFormat, have: int, want: int) -> list[Edge] | None:
+        sizes = self._delta_sizes(format)
+        return shortest_chain(sizes, have, want, max_deltas=self._config.max_deltas)
+
+    async def _make_delta(self, format: WeightFormat, edge: Edge) -> None:
+        """Makes a delta once, however many samplers wait for it; none if it would be too large."""
+        key = (format, edge)
+        if key not in self._making:
+            task = asyncio.create_task(asyncio.to_thread(self._write_delta, format, *edge))
+            self._making[key] = task
+            self._background.add(task)
+            task.add_done_callback(lambda _: self._making.pop(key, None))
+            task.add_done_callback(self._background.discard)
+        with _full_disk_is_temporary():
+            await asyncio.shield(self._making[key])
+
+    def _write_delta(self, format: WeightFormat, base: int, version: int) -> None:
+        old, new = (self._store.directory(v, format) for v in (base, version))
+        start = time.monotonic()
+        staged = self._store.stage()
+        try:
+            size = write_deltas(old, new, staged)
+            if size is None or size >= _size(self._store.manifest(version, format)):
+                self._too_large.add((format, (base, version)))
+                return
+            self._store.add_delta(staged, base, version, format)
+        finally:
+            durable.remove_tree(staged)
+        seconds = time.monotonic() - start
+        self._traffic.delta_seconds[format] = seconds
+        log.info(
+            "%s from version %d to %d: %.1f MB after %.2f s",
+            *(format, base, version, size / 1e6, seconds),
+        )
+
     async def Fetch(self, request, context):
         async with answering(context):
             version, format = request.version, _format(request.format)
-            manifest = await asyncio.to_thread(self._store.manifest, version, format)
+            manifest, directory = await asyncio.to_thread(
+                self._find, version, format, request.base_version
+            )
             entry = next((e for e in manifest.files if e.name == request.file), None)
             if entry is None or not 0 <= request.offset <= entry.num_bytes:
                 raise BadInputError(
@@ -273,38 +347,76 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
             self._fetches[version] += 1
             hasher = xxhash.xxh3_128()
             try:
-                path = self._store.directory(version, format) / entry.name
-                async for chunk in _read(path, request.offset):
+                async for chunk in _read(directory / entry.name, request.offset):
                     hasher.update(chunk)
-                    self._bytes_fetched += len(chunk)
+                    self._traffic.fetched(format, len(chunk), is_delta=manifest.base_version > 0)
                     yield weights_pb2.FetchReply(data=chunk)
             finally:
                 self._fetches[version] -= 1
                 self._fetched_at[version] = time.monotonic()
             if request.offset == 0 and hasher.hexdigest() != entry.checksum:
-                await self._repair(version, format, entry.name)
+                await self._repair(manifest, entry.name)
 
-    async def _repair(self, version: int, format: WeightFormat, name: str) -> None:
-        """Stored bytes have changed. A converted format is made again; BF16 waits for a newer."""
-        log.error("version %d in %s: %s is corrupt on disk", version, format, name)
-        if format != WeightFormat.BF16:
+    def _find(self, version: int, format: WeightFormat, base: int) -> tuple[Manifest, Path]:
+        """What is fetched from: a version, or the delta to it. Raises FileNotFoundError."""
+        if not base:
+            manifest = self._store.manifest(version, format)
+            return manifest, self._store.directory(version, format)
+        directory = self._store.delta_directory(base, version, format)
+        return self._store.deltas(format)[base, version], directory
+
+    async def _repair(self, manifest: Manifest, name: str) -> None:
+        """Stored bytes have changed. What was made is made again; BF16 waits for a new version."""
+        version, format, base = manifest.version, manifest.format, manifest.base_version
+        what = f"version {version} in {format}" + (f" from {base}" if base else "")
+        log.error("%s: %s is corrupt on disk", what, name)
+        if base:
+            await asyncio.to_thread(self._store.discard_deltas, format, [(base, version)])
+        elif format != WeightFormat.BF16:
             await asyncio.to_thread(self._store.discard, version, format)
             self._look_again(format)
             self._work.set()
-        raise CorruptError(f"version {version} in {format}: {name} is corrupt on disk")
+        raise CorruptError(f"{what}: {name} is corrupt on disk")
 
     # Status
 
     async def Status(self, request, context):
         async with answering(context):
             versions = await asyncio.to_thread(self._store.versions)
+            traffic = self._traffic
             return weights_pb2.StatusReply(
                 latest_version=versions[-1] if versions else 0,
                 versions=versions,
-                latest_by_format={str(f): v for f, v in self._newest.items() if v},
-                bytes_published=self._bytes_published,
-                bytes_fetched=self._bytes_fetched,
+                formats=[self._format_status(f) for f in WeightFormat if self._is_known(f)],
+                bytes_published=traffic.bytes_published,
+                bytes_fetched=(traffic.snapshot_bytes + traffic.delta_bytes).total(),
+                num_fetching=self._fetches.total(),
+                bytes_per_second=traffic.bytes_per_second(),
             )
+
+    def _is_known(self, format: WeightFormat) -> bool:
+        return bool(self._newest[format] or format in self._watchers)
+
+    def _format_status(self, format: WeightFormat) -> weights_pb2.FormatStatus:
+        newest, traffic = self._newest[format], self._traffic
+        return weights_pb2.FormatStatus(
+            format=format,
+            latest_version=newest,
+            num_watchers=self._watchers[format],
+            snapshot_bytes=_size(self._store.manifest(newest, format)) if newest else 0,
+            convert_seconds=traffic.convert_seconds.get(format, 0.0),
+            delta_seconds=traffic.delta_seconds.get(format, 0.0),
+            bytes_fetched=traffic.snapshot_bytes[format] + traffic.delta_bytes[format],
+            delta_bytes_fetched=traffic.delta_bytes[format],
+            deltas=[
+                weights_pb2.Delta(base_version=base, version=version, num_bytes=size)
+                for (base, version), size in sorted(self._delta_sizes(format).items())
+            ],
+        )
+
+
+def _size(manifest: Manifest) -> int:
+    return sum(entry.num_bytes for entry in manifest.files)
 
 
 def _check_header(version: int, files: list[FileEntry]) -> None:
@@ -352,13 +464,13 @@ async def _read(path: Path, offset: int) -> AsyncIterator[bytes]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    store: VersionStore, config: WeightsConfig, *, address: str, token: str
+    store: VersionStore, config: WeightsConfig, *, address: str, credentials: Credentials | str
 ) -> AsyncIterator[tuple[grpc.aio.Server, int]]:
     """A running server and its port; stops within about a second on leaving."""
     service = WeightService(store, config)
     server, port = await start_server(
         address,
-        token,
+        credentials,
         lambda server: weights_pb2_grpc.add_WeightsServicer_to_server(service, server),
     )
     service.start()

@@ -1,8 +1,9 @@
-"""The version store: every published version on disk, in each format made of it.
+"""The version store: every published version on disk, in each format made of it, and deltas.
 
     LATEST                        the pointer: the newest version, moved by compare-and-swap
     versions/<v>/<format>/        a checkpoint directory with its manifest.json
     versions/<v>/pinned           there while nobody may collect the version
+    deltas/<format>/<base>-<v>/   what turns <base> into <v>, with its manifest.json
     staging/                      what is being written; emptied when the store is opened
     lock                          held by the one process that has the store open
 
@@ -18,15 +19,17 @@ import fcntl
 import os
 import threading
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from contracts.errors import BadInputError, ConflictError
 from contracts.types import FileEntry, Manifest, WeightFormat
 from weight_sync import durable
+from weight_sync.chain import Edge
 from weight_sync.manifest import (
     CorruptError,
     describe_directory,
+    describe_file,
     read_manifest,
     write_manifest,
 )
@@ -37,10 +40,12 @@ class VersionStore:
 
     def __init__(self, root: Path) -> None:
         self._root, self._versions, self._staging = root, root / "versions", root / "staging"
+        self._deltas = root / "deltas"
         self._pointer = root / "LATEST"
         self._mutex = threading.RLock()
         self._manifests: dict[tuple[int, WeightFormat], Manifest] = {}
-        for directory in (root, self._versions, self._staging):
+        self._delta_manifests: dict[WeightFormat, dict[Edge, Manifest]] = {}
+        for directory in (root, self._versions, self._staging, self._deltas):
             directory.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(root / "lock", os.O_CREAT | os.O_RDWR, 0o644)
         try:
@@ -74,10 +79,26 @@ class VersionStore:
             for part in path.iterdir():
                 if part.name.startswith("."):
                     _remove(part)
+        for format in WeightFormat:
+            self._delta_manifests[format] = dict(self._recover_deltas(format, latest))
         if latest and WeightFormat.BF16 not in self.formats(latest):
             raise BadInputError(
                 f"store {self._root}", expected=f"version {latest} in bf16", found="it is gone"
             )
+
+    def _recover_deltas(self, format: WeightFormat, latest: int) -> Iterator[tuple[Edge, Manifest]]:
+        """Deltas between versions that were acknowledged; the others are removed."""
+        folder = self._deltas / format
+        for path in folder.iterdir() if folder.is_dir() else ():
+            try:
+                manifest = read_manifest(path)
+                edge = manifest.base_version, manifest.version
+            except (FileNotFoundError, BadInputError):
+                edge = (0, latest + 1)
+            if edge[1] > latest or path.name != f"{edge[0]}-{edge[1]}":
+                _remove(path)
+            else:
+                yield edge, manifest
 
     @property
     def latest(self) -> int:
@@ -201,11 +222,61 @@ class VersionStore:
         return manifest
 
     def discard(self, version: int, format: WeightFormat) -> None:
-        """Removes a converted format, to be made again."""
+        """Removes a converted format and the deltas made of it, to be made again."""
         assert format != WeightFormat.BF16, "the source of all formats"
         with self._mutex:
             self._manifests.pop((version, format), None)
             durable.remove_tree(self._versions / str(version) / format)
+            touching = [edge for edge in self._delta_manifests[format] if version in edge]
+            self.discard_deltas(format, touching)
+
+    # Deltas
+
+    def add_delta(self, staged: Path, base: int, version: int, format: WeightFormat) -> Manifest:
+        """Makes a staged directory of delta files visible; it is there once, whoever comes first.
+
+        Raises:
+            FileNotFoundError: the version was collected meanwhile.
+        """
+        files = tuple(describe_file(path)[0] for path in sorted(staged.iterdir()))
+        manifest = Manifest(version=version, base_version=base, format=format, files=files)
+        write_manifest(staged, manifest)
+        with self._mutex:
+            self.directory(version, format)
+            folder = self._deltas / format
+            folder.mkdir(exist_ok=True)
+            known = self._delta_manifests[format]
+            if (base, version) not in known:
+                durable.move_into_place(staged, folder / f"{base}-{version}")
+                known[base, version] = manifest
+            return known[base, version]
+
+    def deltas(self, format: WeightFormat) -> dict[Edge, Manifest]:
+        """All deltas of a format, by (base, version)."""
+        with self._mutex:
+            return dict(self._delta_manifests[format])
+
+    def delta_directory(self, base: int, version: int, format: WeightFormat) -> Path:
+        """Raises FileNotFoundError if the store doesn't have it."""
+        if (base, version) not in self._delta_manifests[format]:
+            raise FileNotFoundError(f"no delta from version {base} to {version} in {format}")
+        return self._deltas / format / f"{base}-{version}"
+
+    def collect_deltas(self, keep: int) -> None:
+        """Keeps, in each format, the deltas to the newest `keep` versions that have any."""
+        for format in WeightFormat:
+            edges = self.deltas(format)
+            newest = sorted({version for _, version in edges})[-keep:]
+            self.discard_deltas(format, [edge for edge in edges if edge[1] not in newest])
+
+    def discard_deltas(self, format: WeightFormat, edges: Collection[Edge]) -> None:
+        """Removes deltas. Files that are open stay readable until they are closed."""
+        with self._mutex:
+            for base, version in edges:
+                if self._delta_manifests[format].pop((base, version), None):
+                    durable.remove_tree(self._deltas / format / f"{base}-{version}")
+
+    # Retention
 
     def pin(self, version: int) -> None:
         """Keeps a version from being collected. Raises FileNotFoundError if it is gone."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from contracts.pb import rollout_pb2 as contracts_dot_pb_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63ontracts/pb/fleet.proto\x12\x08\x66leet.v1\x1a\x1a\x63ontracts/pb/rollout.proto\"\xe7\x01\n\x08Register\x12\x12\n\nsampler_id\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x13\n\x0b\x61\x63\x63\x65lerator\x18\x03 \x01(\t\x12\x15\n\rweight_format\x18\x04 \x01(\t\x12\x11\n\tkv_format\x18\x05 \x01(\t\x12\x14\n\x0cmax_sessions\x18\x06 \x01(\x05\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x18\n\x10protocol_version\x18\t \x01(\x05\x12\x0f\n\x07version\x18\n \x01(\x03\"{\n\tHeartbeat\x12\x13\n\x0bnum_running\x18\x01 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\x05\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x02\x12\x18\n\x10kv_used_fraction\x18\x05 \x01(\x02\"G\n\x05\x44\x65lta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1b.rollout.v1.CompletionChunk\"H\n\rRequestFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x13\n\x0b\x62\x61\x64_request\x18\x03 \x01(\x08\"\x19\n\x07Leaving\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xdd\x01\n\x0eSamplerMessage\x12&\n\x08register\x18\x01 \x01(\x0b\x32\x12.fleet.v1.RegisterH\x00\x12(\n\theartbeat\x18\x02 \x01(\x0b\x32\x13.fleet.v1.HeartbeatH\x00\x12 \n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x0f.fleet.v1.DeltaH\x00\x12)\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x17.fleet.v1.RequestFailedH\x00\x12$\n\x07leaving\x18\x05 \x01(\x0b\x32\x11.fleet.v1.LeavingH\x00\x42\x06\n\x04kind\"=\n\x07Welcome\x12\x19\n\x11heartbeat_seconds\x18\x01 \x01(\x02\x12\x17\n\x0fweights_address\x18\x02 \x01(\t\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\nEndSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x17\n\x05\x45xpel\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x82\x02\n\x0eGatewayMessage\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.fleet.v1.WelcomeH\x00\x12/\n\x08generate\x18\x02 \x01(\x0b\x32\x1b.rollout.v1.GenerateRequestH\x00\x12 \n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x0f.fleet.v1.AbortH\x00\x12+\n\x0b\x65nd_session\x18\x04 \x01(\x0b\x32\x14.fleet.v1.EndSessionH\x00\x12 \n\x05\x64rain\x18\x05 \x01(\x0b\x32\x0f.fleet.v1.DrainH\x00\x12 \n\x05\x65xpel\x18\x06 \x01(\x0b\x32\x0f.fleet.v1.ExpelH\x00\x42\x06\n\x04kind\"\x81\x01\n\x0cSamplerState\x12$\n\x08register\x18\x01 \x01(\x0b\x32\x12.fleet.v1.Register\x12&\n\theartbeat\x18\x02 \x01(\x0b\x32\x13.fleet.v1.Heartbeat\x12\r\n\x05state\x18\x03 \x01(\t\x12\x14\n\x0cnum_sessions\x18\x04 \x01(\x05\"\x90\x01\n\nGroupState\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07purpose\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_share\x18\x03 \x01(\x01\x12\x17\n\x0fsessions_routed\x18\x04 \x01(\x03\x12\x16\n\x0etokens_sampled\x18\x05 \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x06 \x01(\x01\"\x0f\n\rStatusRequest\"\x8e\x02\n\x0bStatusReply\x12(\n\x08samplers\x18\x01 \x03(\x0b\x32\x16.fleet.v1.SamplerState\x12$\n\x06groups\x18\x02 \x03(\x0b\x32\x14.fleet.v1.GroupState\x12\x1a\n\x12\x65pisodes_in_flight\x18\x03 \x01(\x05\x12\x14\n\x0cgroups_ready\x18\x04 \x01(\x05\x12\x35\n\x08\x63ounters\x18\x05 \x03(\x0b\x32#.fleet.v1.StatusReply.CountersEntry\x12\x15\n\rlast_sequence\x18\x06 \x01(\x03\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\"\n\x0c\x44rainRequest\x12\x12\n\nsampler_id\x18\x01 \x01(\t\"\x0c\n\nDrainReply2\xbf\x01\n\x05\x46leet\x12>\n\x04Join\x12\x18.fleet.v1.SamplerMessage\x1a\x18.fleet.v1.GatewayMessage(\x01\x30\x01\x12\x38\n\x06Status\x12\x17.fleet.v1.StatusRequest\x1a\x15.fleet.v1.StatusReply\x12<\n\x0c\x44rainSampler\x12\x16.fleet.v1.DrainRequest\x1a\x14.fleet.v1.DrainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63ontracts/pb/fleet.proto\x12\x08\x66leet.v1\x1a\x1a\x63ontracts/pb/rollout.proto\"\xe7\x01\n\x08Register\x12\x12\n\nsampler_id\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x13\n\x0b\x61\x63\x63\x65lerator\x18\x03 \x01(\t\x12\x15\n\rweight_format\x18\x04 \x01(\t\x12\x11\n\tkv_format\x18\x05 \x01(\t\x12\x14\n\x0cmax_sessions\x18\x06 \x01(\x05\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x18\n\x10protocol_version\x18\t \x01(\x05\x12\x0f\n\x07version\x18\n \x01(\x03\"\x9d\x01\n\tHeartbeat\x12\x13\n\x0bnum_running\x18\x01 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\x05\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x02\x12\x18\n\x10kv_used_fraction\x18\x05 \x01(\x02\x12 \n\x06switch\x18\x06 \x01(\x0b\x32\x10.fleet.v1.Switch\"\xa4\x01\n\x06Switch\x12\x14\n\x0c\x62\x61se_version\x18\x01 \x01(\x03\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\x12\x15\n\rfetch_seconds\x18\x03 \x01(\x01\x12\x15\n\rapply_seconds\x18\x04 \x01(\x01\x12\x16\n\x0everify_seconds\x18\x05 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x06 \x01(\x01\x12\x15\n\rpause_seconds\x18\x07 \x01(\x01\"G\n\x05\x44\x65lta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1b.rollout.v1.CompletionChunk\"H\n\rRequestFailed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x13\n\x0b\x62\x61\x64_request\x18\x03 \x01(\x08\"\x19\n\x07Leaving\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xdd\x01\n\x0eSamplerMessage\x12&\n\x08register\x18\x01 \x01(\x0b\x32\x12.fleet.v1.RegisterH\x00\x12(\n\theartbeat\x18\x02 \x01(\x0b\x32\x13.fleet.v1.HeartbeatH\x00\x12 \n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x0f.fleet.v1.DeltaH\x00\x12)\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x17.fleet.v1.RequestFailedH\x00\x12$\n\x07leaving\x18\x05 \x01(\x0b\x32\x11.fleet.v1.LeavingH\x00\x42\x06\n\x04kind\"=\n\x07Welcome\x12\x19\n\x11heartbeat_seconds\x18\x01 \x01(\x02\x12\x17\n\x0fweights_address\x18\x02 \x01(\t\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\nEndSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x17\n\x05\x45xpel\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x82\x02\n\x0eGatewayMessage\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.fleet.v1.WelcomeH\x00\x12/\n\x08generate\x18\x02 \x01(\x0b\x32\x1b.rollout.v1.GenerateRequestH\x00\x12 \n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x0f.fleet.v1.AbortH\x00\x12+\n\x0b\x65nd_session\x18\x04 \x01(\x0b\x32\x14.fleet.v1.EndSessionH\x00\x12 \n\x05\x64rain\x18\x05 \x01(\x0b\x32\x0f.fleet.v1.DrainH\x00\x12 \n\x05\x65xpel\x18\x06 \x01(\x0b\x32\x0f.fleet.v1.ExpelH\x00\x42\x06\n\x04kind\"\x81\x01\n\x0cSamplerState\x12$\n\x08register\x18\x01 \x01(\x0b\x32\x12.fleet.v1.Register\x12&\n\theartbeat\x18\x02 \x01(\x0b\x32\x13.fleet.v1.Heartbeat\x12\r\n\x05state\x18\x03 \x01(\t\x12\x14\n\x0cnum_sessions\x18\x04 \x01(\x05\"\x90\x01\n\nGroupState\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0f\n\x07purpose\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_share\x18\x03 \x01(\x01\x12\x17\n\x0fsessions_routed\x18\x04 \x01(\x03\x12\x16\n\x0etokens_sampled\x18\x05 \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x06 \x01(\x01\"\x0f\n\rStatusRequest\"\x8e\x02\n\x0bStatusReply\x12(\n\x08samplers\x18\x01 \x03(\x0b\x32\x16.fleet.v1.SamplerState\x12$\n\x06groups\x18\x02 \x03(\x0b\x32\x14.fleet.v1.GroupState\x12\x1a\n\x12\x65pisodes_in_flight\x18\x03 \x01(\x05\x12\x14\n\x0cgroups_ready\x18\x04 \x01(\x05\x12\x35\n\x08\x63ounters\x18\x05 \x03(\x0b\x32#.fleet.v1.StatusReply.CountersEntry\x12\x15\n\rlast_sequence\x18\x06 \x01(\x03\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\"\n\x0c\x44rainRequest\x12\x12\n\nsampler_id\x18\x01 \x01(\t\"\x0c\n\nDrainReply2\xbf\x01\n\x05\x46leet\x12>\n\x04Join\x12\x18.fleet.v1.SamplerMessage\x1a\x18.fleet.v1.GatewayMessage(\x01\x30\x01\x12\x38\n\x06Status\x12\x17.fleet.v1.StatusRequest\x1a\x15.fleet.v1.StatusReply\x12<\n\x0c\x44rainSampler\x12\x16.fleet.v1.DrainRequest\x1a\x14.fleet.v1.DrainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,42 +36,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_REGISTER']._serialized_start=67
   _globals['_REGISTER']._serialized_end=298
-  _globals['_HEARTBEAT']._serialized_start=300
-  _globals['_HEARTBEAT']._serialized_end=423
-  _globals['_DELTA']._serialized_start=425
-  _globals['_DELTA']._serialized_end=496
-  _globals['_REQUESTFAILED']._serialized_start=498
-  _globals['_REQUESTFAILED']._serialized_end=570
-  _globals['_LEAVING']._serialized_start=572
-  _globals['_LEAVING']._serialized_end=597
-  _globals['_SAMPLERMESSAGE']._serialized_start=600
-  _globals['_SAMPLERMESSAGE']._serialized_end=821
-  _globals['_WELCOME']._serialized_start=823
-  _globals['_WELCOME']._serialized_end=884
-  _globals['_ABORT']._serialized_start=886
-  _globals['_ABORT']._serialized_end=913
-  _globals['_ENDSESSION']._serialized_start=915
-  _globals['_ENDSESSION']._serialized_end=947
-  _globals['_DRAIN']._serialized_start=949
-  _globals['_DRAIN']._serialized_end=972
-  _globals['_EXPEL']._serialized_start=974
-  _globals['_EXPEL']._serialized_end=997
-  _globals['_GATEWAYMESSAGE']._serialized_start=1000
-  _globals['_GATEWAYMESSAGE']._serialized_end=1258
-  _globals['_SAMPLERSTATE']._serialized_start=1261
-  _globals['_SAMPLERSTATE']._serialized_end=1390
-  _globals['_GROUPSTATE']._serialized_start=1393
-  _globals['_GROUPSTATE']._serialized_end=1537
-  _globals['_STATUSREQUEST']._serialized_start=1539
-  _globals['_STATUSREQUEST']._serialized_end=1554
-  _globals['_STATUSREPLY']._serialized_start=1557
-  _globals['_STATUSREPLY']._serialized_end=1827
-  _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_start=1780
-  _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_end=1827
-  _globals['_DRAINREQUEST']._serialized_start=1829
-  _globals['_DRAINREQUEST']._serialized_end=1863
-  _globals['_DRAINREPLY']._serialized_start=1865
-  _globals['_DRAINREPLY']._serialized_end=1877
-  _globals['_FLEET']._serialized_start=1880
-  _globals['_FLEET']._serialized_end=2071
+  _globals['_HEARTBEAT']._serialized_start=301
+  _globals['_HEARTBEAT']._serialized_end=458
+  _globals['_SWITCH']._serialized_start=461
+  _globals['_SWITCH']._serialized_end=625
+  _globals['_DELTA']._serialized_start=627
+  _globals['_DELTA']._serialized_end=698
+  _globals['_REQUESTFAILED']._serialized_start=700
+  _globals['_REQUESTFAILED']._serialized_end=772
+  _globals['_LEAVING']._serialized_start=774
+  _globals['_LEAVING']._serialized_end=799
+  _globals['_SAMPLERMESSAGE']._serialized_start=802
+  _globals['_SAMPLERMESSAGE']._serialized_end=1023
+  _globals['_WELCOME']._serialized_start=1025
+  _globals['_WELCOME']._serialized_end=1086
+  _globals['_ABORT']._serialized_start=1088
+  _globals['_ABORT']._serialized_end=1115
+  _globals['_ENDSESSION']._serialized_start=1117
+  _globals['_ENDSESSION']._serialized_end=1149
+  _globals['_DRAIN']._serialized_start=1151
+  _globals['_DRAIN']._serialized_end=1174
+  _globals['_EXPEL']._serialized_start=1176
+  _globals['_EXPEL']._serialized_end=1199
+  _globals['_GATEWAYMESSAGE']._serialized_start=1202
+  _globals['_GATEWAYMESSAGE']._serialized_end=1460
+  _globals['_SAMPLERSTATE']._serialized_start=1463
+  _globals['_SAMPLERSTATE']._serialized_end=1592
+  _globals['_GROUPSTATE']._serialized_start=1595
+  _globals['_GROUPSTATE']._serialized_end=1739
+  _globals['_STATUSREQUEST']._serialized_start=1741
+  _globals['_STATUSREQUEST']._serialized_end=1756
+  _globals['_STATUSREPLY']._serialized_start=1759
+  _globals['_STATUSREPLY']._serialized_end=2029
+  _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_start=1982
+  _globals['_STATUSREPLY_COUNTERSENTRY']._serialized_end=2029
+  _globals['_DRAINREQUEST']._serialized_start=2031
+  _globals['_DRAINREQUEST']._serialized_end=2065
+  _globals['_DRAINREPLY']._serialized_start=2067
+  _globals['_DRAINREPLY']._serialized_end=2079
+  _globals['_FLEET']._serialized_start=2082
+  _globals['_FLEET']._serialized_end=2273
 # @@protoc_insertion_point(module_scope)

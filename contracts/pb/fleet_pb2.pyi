@@ -32,18 +32,38 @@ class Register(_message.Message):
     def __init__(self, sampler_id: _Optional[str] = ..., group: _Optional[str] = ..., accelerator: _Optional[str] = ..., weight_format: _Optional[str] = ..., kv_format: _Optional[str] = ..., max_sessions: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "version", "tokens_per_second", "kv_used_fraction")
+    __slots__ = ("num_running", "num_waiting", "version", "tokens_per_second", "kv_used_fraction", "switch")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     KV_USED_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     version: int
     tokens_per_second: float
     kv_used_fraction: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., version: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., kv_used_fraction: _Optional[float] = ...) -> None: ...
+    switch: Switch
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., version: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., kv_used_fraction: _Optional[float] = ..., switch: _Optional[_Union[Switch, _Mapping]] = ...) -> None: ...
+
+class Switch(_message.Message):
+    __slots__ = ("base_version", "num_bytes", "fetch_seconds", "apply_seconds", "verify_seconds", "load_seconds", "pause_seconds")
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    APPLY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    base_version: int
+    num_bytes: int
+    fetch_seconds: float
+    apply_seconds: float
+    verify_seconds: float
+    load_seconds: float
+    pause_seconds: float
+    def __init__(self, base_version: _Optional[int] = ..., num_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("request_id", "chunk")

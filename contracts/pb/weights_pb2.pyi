@@ -81,16 +81,18 @@ class WatchRequest(_message.Message):
     def __init__(self, format: _Optional[str] = ..., after: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("version", "format", "file", "offset")
+    __slots__ = ("version", "format", "file", "offset", "base_version")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     version: int
     format: str
     file: str
     offset: int
-    def __init__(self, version: _Optional[int] = ..., format: _Optional[str] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+    base_version: int
+    def __init__(self, version: _Optional[int] = ..., format: _Optional[str] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ..., base_version: _Optional[int] = ...) -> None: ...
 
 class FetchReply(_message.Message):
     __slots__ = ("data",)
@@ -98,27 +100,72 @@ class FetchReply(_message.Message):
     data: bytes
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
+class ChainRequest(_message.Message):
+    __slots__ = ("format", "have", "want")
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    format: str
+    have: int
+    want: int
+    def __init__(self, format: _Optional[str] = ..., have: _Optional[int] = ..., want: _Optional[int] = ...) -> None: ...
+
+class ChainReply(_message.Message):
+    __slots__ = ("deltas",)
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    deltas: _containers.RepeatedCompositeFieldContainer[Manifest]
+    def __init__(self, deltas: _Optional[_Iterable[_Union[Manifest, _Mapping]]] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class FormatStatus(_message.Message):
+    __slots__ = ("format", "latest_version", "num_watchers", "snapshot_bytes", "convert_seconds", "delta_seconds", "bytes_fetched", "delta_bytes_fetched", "deltas")
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    LATEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_WATCHERS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CONVERT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DELTA_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    DELTA_BYTES_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    format: str
+    latest_version: int
+    num_watchers: int
+    snapshot_bytes: int
+    convert_seconds: float
+    delta_seconds: float
+    bytes_fetched: int
+    delta_bytes_fetched: int
+    deltas: _containers.RepeatedCompositeFieldContainer[Delta]
+    def __init__(self, format: _Optional[str] = ..., latest_version: _Optional[int] = ..., num_watchers: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., convert_seconds: _Optional[float] = ..., delta_seconds: _Optional[float] = ..., bytes_fetched: _Optional[int] = ..., delta_bytes_fetched: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
+
+class Delta(_message.Message):
+    __slots__ = ("base_version", "version", "num_bytes")
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    base_version: int
+    version: int
+    num_bytes: int
+    def __init__(self, base_version: _Optional[int] = ..., version: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
 class StatusReply(_message.Message):
-    __slots__ = ("latest_version", "versions", "latest_by_format", "bytes_published", "bytes_fetched")
-    class LatestByFormatEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    __slots__ = ("latest_version", "versions", "formats", "bytes_published", "bytes_fetched", "num_fetching", "bytes_per_second")
     LATEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    LATEST_BY_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    FORMATS_FIELD_NUMBER: _ClassVar[int]
     BYTES_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     BYTES_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FETCHING_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     latest_version: int
     versions: _containers.RepeatedScalarFieldContainer[int]
-    latest_by_format: _containers.ScalarMap[str, int]
+    formats: _containers.RepeatedCompositeFieldContainer[FormatStatus]
     bytes_published: int
     bytes_fetched: int
-    def __init__(self, latest_version: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., latest_by_format: _Optional[_Mapping[str, int]] = ..., bytes_published: _Optional[int] = ..., bytes_fetched: _Optional[int] = ...) -> None: ...
+    num_fetching: int
+    bytes_per_second: float
+    def __init__(self, latest_version: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., formats: _Optional[_Iterable[_Union[FormatStatus, _Mapping]]] = ..., bytes_published: _Optional[int] = ..., bytes_fetched: _Optional[int] = ..., num_fetching: _Optional[int] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...

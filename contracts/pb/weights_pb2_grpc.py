@@ -49,6 +49,11 @@ class WeightsStub:
                 request_serializer=contracts_dot_pb_dot_weights__pb2.FetchRequest.SerializeToString,
                 response_deserializer=contracts_dot_pb_dot_weights__pb2.FetchReply.FromString,
                 _registered_method=True)
+        self.Chain = channel.unary_unary(
+                '/weights.v1.Weights/Chain',
+                request_serializer=contracts_dot_pb_dot_weights__pb2.ChainRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_weights__pb2.ChainReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/weights.v1.Weights/Status',
                 request_serializer=contracts_dot_pb_dot_weights__pb2.StatusRequest.SerializeToString,
@@ -78,6 +83,12 @@ class WeightsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Chain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -101,6 +112,11 @@ def add_WeightsServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=contracts_dot_pb_dot_weights__pb2.FetchRequest.FromString,
                     response_serializer=contracts_dot_pb_dot_weights__pb2.FetchReply.SerializeToString,
+            ),
+            'Chain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Chain,
+                    request_deserializer=contracts_dot_pb_dot_weights__pb2.ChainRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_weights__pb2.ChainReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -189,6 +205,33 @@ class Weights:
             '/weights.v1.Weights/Fetch',
             contracts_dot_pb_dot_weights__pb2.FetchRequest.SerializeToString,
             contracts_dot_pb_dot_weights__pb2.FetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Chain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weights.v1.Weights/Chain',
+            contracts_dot_pb_dot_weights__pb2.ChainRequest.SerializeToString,
+            contracts_dot_pb_dot_weights__pb2.ChainReply.FromString,
             options,
             channel_credentials,
             insecure,

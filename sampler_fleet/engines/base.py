@@ -32,8 +32,10 @@ class Engine(Protocol):
         """The policy version that the next decode step will use; 0 before the first load."""
         ...
 
-    async def load(self, directory: Path, manifest: Manifest) -> None:
+    async def load(self, directory: Path, manifest: Manifest) -> float:
         """Switches to a complete checkpoint directory in its format, also while requests run.
+
+        Returns the seconds for which nothing was decoded.
 
         Requests that span the switch go on with the KV cache they have; their spans say which
         version made which token. After the switch every tensor's checksum is compared with the

@@ -119,7 +119,7 @@ class EmbeddedEngine:
         model = self._model
         return model.version if model else 0
 
-    async def load(self, directory: Path, manifest: Manifest) -> None:
+    async def load(self, directory: Path, manifest: Manifest) -> float:
         async with self._load_lock:
             self._check_alive()
             began = time.monotonic()
@@ -153,6 +153,7 @@ class EmbeddedEngine:
                 prepared - began,
                 pause_seconds,
             )
+            return pause_seconds
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         self._check(request)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from contracts.credentials import read_token
 from contracts.errors import AuthError, BadInputError, ConflictError, RetryError
 from contracts.pb import fleet_pb2, fleet_pb2_grpc
-from contracts.rpc import aio_channel, answering, calling, read_token, start_server, sync_channel
+from contracts.rpc import aio_channel, answering, calling, start_server, sync_channel
 
 TOKEN = "0123456789abcdef"
 

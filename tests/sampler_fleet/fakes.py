@@ -21,6 +21,7 @@ from contracts.types import (
     CandidateSets,
     Completion,
     Ending,
+    Fetched,
     FinishReason,
     GenerateRequest,
     Manifest,
@@ -84,11 +85,12 @@ class FakeEngine(Engine):
     def version(self) -> int:
         return self._version
 
-    async def load(self, directory: Path, manifest: Manifest) -> None:
+    async def load(self, directory: Path, manifest: Manifest) -> float:
         if self.load_error:
             raise self.load_error
         self._version = manifest.version
         self.loaded.append(manifest.version)
+        return 0.25
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         self.requests.append(request)
@@ -151,11 +153,11 @@ class FakeWeights(Weights):
                 yield Manifest(version=after, format="bf16")
             await published.wait()
 
-    async def fetch(self, manifest: Manifest) -> Path:
+    async def fetch(self, manifest: Manifest) -> Fetched:
         self.fetched.append(manifest.version)
         if self.hold:
             await self.hold.wait()
-        return self._directory
+        return Fetched(directory=self._directory)
 
 
 def make_checkpoint(directory: Path, **config: object) -> Path:
@@ -311,7 +313,7 @@ class Harness:
             engine=engine,
             weights=weights,
             gateway=f"127.0.0.1:{self.port}",
-            token=token,
+            credentials=token,
             patience=Patience(backoff=0.02, max_backoff=0.1, drain=5.0, close=2.0),
         )
         member = Member(agent, engine, weights, asyncio.create_task(agent.run()))

@@ -44,6 +44,9 @@ async def test_versions_are_applied_while_a_request_runs_and_the_newest_wins(tmp
         whole, _ = await asyncio.wait_for(turn, 10)
         assert [(s.version, s.start, s.end) for s in whole.spans] == [(1, 0, 4), (5, 4, 12)]
         assert member.engine.loaded == [1, 2, 5]
+        switch = gateway.fleet.registry.get("big-0").switch
+        assert switch.pause_s == 0.25, "what the engine said"
+        assert switch.load_s > 0
 
 
 async def test_a_later_version_that_does_not_load_leaves_the_old_one_serving(tmp_path, caplog):

@@ -118,6 +118,26 @@ def test_one_sentence_for_what_is_wrong(run_file, override, words):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("", "tls_ca, tls_cert and tls_key only with gateway and weights"),
+        ("gateway weights tls_cert", "both tls_cert and tls_key, or neither"),
+        ("gateway weights tls_key", "both tls_cert and tls_key, or neither"),
+    ],
+)
+def test_tls_that_would_encrypt_nothing(run_file, settings, words):
+    overrides = [f"run.{name}=x" for name in ("tls_ca", *settings.split())]
+    with pytest.raises(BadInputError, match=words):
+        load_run(run_file, overrides)
+
+
+def test_tls_without_the_ca_that_verifies_a_server(run_file):
+    names = ("gateway", "weights", "tls_cert", "tls_key")
+    with pytest.raises(BadInputError, match="tls_ca with tls_cert"):
+        load_run(run_file, [f"run.{name}=x" for name in names])
+
+
 def test_a_missing_section_names_the_missing_key():
     with pytest.raises(BadInputError, match=r"run\.name: expected a value"):
         parse_run({})

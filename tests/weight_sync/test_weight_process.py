@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from contracts.pb import weights_pb2, weights_pb2_grpc
+from contracts.rpc import aio_channel
 from contracts.types import WeightFormat
 from tests.weight_sync import tiny_moe
 from weight_sync.client import WeightClient, publish, read_manifest, status
@@ -30,12 +33,11 @@ WAIT_S = 30.0
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> dict[int, Path]:
-    """Two checkpoints of some 25 MB, so that there is a moment to interrupt."""
+    """Three checkpoints of some 25 MB, so that there is a moment to interrupt; 3 follows from 2."""
     root = tmp_path_factory.mktemp("large")
-    return {
-        seed: tiny_moe.write(root / str(seed), tiny_moe.tensors(seed=seed, D=512, F=256, E=16))
-        for seed in (1, 2)
-    }
+    arrays = {seed: tiny_moe.tensors(seed=seed, D=512, F=256, E=16) for seed in (1, 2)}
+    arrays[3] = tiny_moe.nudged(arrays[2], seed=3)
+    return {seed: tiny_moe.write(root / str(seed), arrays[seed]) for seed in arrays}
 
 
 @pytest.fixture
@@ -64,13 +66,16 @@ class Service:
         self._listen = "127.0.0.1:0"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> str:
+    def start(self, prelude: str = "") -> str:
+        """Runs the service; `prelude` is Python that it executes before."""
         self._port_file.unlink(missing_ok=True)
+        script = f"{prelude}\nfrom weight_sync.__main__ import main\nmain()"
         self.process = subprocess.Popen(
-            command(
-                *("serve", "--store", self.store, "--listen", self._listen),
-                *("--token-file", self._token_file, "--port-file", self._port_file),
-            ),
+            [
+                *(sys.executable, "-c", script),
+                *("serve", "--store", str(self.store), "--listen", self._listen),
+                *("--token-file", str(self._token_file), "--port-file", str(self._port_file)),
+            ],
             cwd=ROOT,
         )
         wait_until(self._port_file.exists, "the service did not start")
@@ -106,9 +111,11 @@ def test_terminated_service_leaves_in_order(service, tmp_path, token_file):
     assert json.loads(run("status", "--address", address, "--token-file", token_file).stdout) == {
         "latest_version": 0,
         "versions": [],
-        "latest_by_format": {},
+        "formats": {},
         "bytes_published": 0,
         "bytes_fetched": 0,
+        "num_fetching": 0,
+        "bytes_per_second": 0.0,
     }
     source = tiny_moe.write(tmp_path / "source")
     done = run(
@@ -191,7 +198,7 @@ async def test_killed_while_a_version_is_converted(service, large, tmp_path):
     store.close()
     service.start()
     manifest = await asyncio.wait_for(waiting, WAIT_S)
-    verify_directory(await client.fetch(manifest), manifest)
+    verify_directory((await client.fetch(manifest)).directory, manifest)
     await manifests.aclose()
     await client.close()
 
@@ -221,8 +228,8 @@ async def test_killed_while_a_sampler_fetches(service, large, tmp_path):
     assert [path.name for path in directory.iterdir()] == [".partial-1"]
     service.start()
     fetched = await asyncio.wait_for(fetching, WAIT_S)
-    verify_directory(fetched, manifest)
-    assert read_manifest(fetched) == manifest
+    verify_directory(fetched.directory, manifest)
+    assert read_manifest(fetched.directory) == manifest
     total = sum(entry.num_bytes for entry in manifest.files)
     assert total <= arrived < total + 5_000_000, "it went on instead of starting over"
     await client.close()
@@ -255,8 +262,104 @@ async def test_killed_sampler_continues_its_fetch(service, large, tmp_path):
     client = WeightClient(address, TOKEN, WeightFormat.BF16, directory, on_bytes=heard.append)
     manifests = client.watch(0)
     manifest = await asyncio.wait_for(anext(manifests), WAIT_S)
-    verify_directory(await client.fetch(manifest), manifest)
+    verify_directory((await client.fetch(manifest)).directory, manifest)
     await manifests.aclose()
     await client.close()
     assert sum(heard) < sum(entry.num_bytes for entry in manifest.files) - 4_000_000
     assert os.listdir(directory) == ["1"]
+
+
+# Ends the process in the middle of a file's runs, whichever way they go.
+DIES_OVER_A_DELTA = """
+import os
+from weight_sync import delta
+calls = 0
+def dying(original):
+    def function(*arguments):
+        global calls
+        calls += 1
+        if calls == 20:
+            os.kill(os.getpid(), 9)
+        return original(*arguments)
+    return function
+delta._planes = dying(delta._planes)
+delta._from_planes = dying(delta._from_planes)
+"""
+
+
+async def test_killed_while_a_delta_is_made(service, large, tmp_path):
+    address = service.start(DIES_OVER_A_DELTA)
+    publish(address, TOKEN, large[2], 1)
+    client = WeightClient(
+        address, TOKEN, WeightFormat.BF16, tmp_path / "sampler", patience_s=WAIT_S
+    )
+    manifests = client.watch(0)
+    await client.fetch(await anext(manifests))
+    publish(address, TOKEN, large[3], 2)
+    fetching = asyncio.create_task(client.fetch(await anext(manifests)))
+    await asyncio.to_thread(
+        wait_until, lambda: service.process.poll() is not None, "no delta was made"
+    )
+    assert list((service.store / "staging").glob("*/*.delta"))
+    assert not list((service.store / "deltas").glob("*/*"))
+    service.start()
+    fetched = await asyncio.wait_for(fetching, WAIT_S)
+    assert fetched.base_version == 1, "the delta was made after all"
+    verify_directory(fetched.directory, read_manifest(fetched.directory))
+    assert not list((service.store / "staging").iterdir())
+    await manifests.aclose()
+    await client.close()
+
+
+async def test_killed_sampler_while_a_delta_is_applied(service, large, tmp_path):
+    address = service.start()
+    publish(address, TOKEN, large[2], 1)
+    directory = tmp_path / "sampler"
+
+    def sampler(prelude: str) -> subprocess.CompletedProcess[bytes]:
+        script = (
+            f"{prelude}\n"
+            "import asyncio\n"
+            "from contracts.types import WeightFormat\n"
+            "from weight_sync.client import WeightClient\n"
+            "async def main():\n"
+            f"    client = WeightClient({address!r}, {TOKEN!r}, WeightFormat.BF16,\n"
+            f"                          {str(directory)!r})\n"
+            "    async for manifest in client.watch(0):\n"
+            "        fetched = await client.fetch(manifest)\n"
+            "        print(manifest.version, fetched.base_version)\n"
+            "        break\n"
+            "    await client.close()\n"
+            "asyncio.run(main())\n"
+        )
+        return subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, timeout=WAIT_S, check=False, stdout=-1
+        )
+
+    assert sampler("").stdout == b"1 0\n"
+    publish(address, TOKEN, large[3], 2)
+    assert sampler(DIES_OVER_A_DELTA).returncode == -signal.SIGKILL
+    assert sorted(os.listdir(directory)) == [".partial-2", "1"]
+    assert (directory / ".partial-2" / "model.safetensors").exists(), "half changed"
+    assert sampler("").stdout == b"2 1\n"
+    verify_directory(directory / "2", read_manifest(directory / "2"))
+    assert sorted(os.listdir(directory)) == ["1", "2"]
+
+
+async def test_samplers_that_stall_do_not_fill_the_service_s_memory(service, large):
+    """Each holds a few chunks, however large the file is."""
+    address = service.start()
+    publish(address, TOKEN, large[1], 1)
+    process = psutil.Process(service.process.pid)
+    before, num = process.memory_info().rss, 50
+    request = weights_pb2.FetchRequest(version=1, format="bf16", file="model.safetensors")
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(num):
+            channel = await stack.enter_async_context(aio_channel(address, TOKEN))
+            call = weights_pb2_grpc.WeightsStub(channel).Fetch(request)
+            stack.callback(call.cancel)
+            await call.read()
+        await asyncio.sleep(1.0)
+        grown = process.memory_info().rss - before
+        assert status(address, TOKEN).num_fetching == num
+    assert grown < num * 8e6, "a whole file has 25 MB"

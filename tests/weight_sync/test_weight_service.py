@@ -41,7 +41,7 @@ async def running(
     store = VersionStore(root)
     try:
         config = WeightsConfig(**settings)
-        async with serving(store, config, address=address, token=TOKEN) as (_, port):
+        async with serving(store, config, address=address, credentials=TOKEN) as (_, port):
             yield f"127.0.0.1:{port}", store
     finally:
         store.close()
@@ -76,7 +76,7 @@ async def test_published_weights_arrive_in_every_format(tmp_path, contents, form
         await put(address, contents[1], 4)
         async with receiving(address, tmp_path / "sampler", format) as client:
             manifest = await next_manifest(client)
-            directory = await client.fetch(manifest)
+            directory = (await client.fetch(manifest)).directory
     assert (manifest.version, manifest.format) == (4, format)
     assert directory == tmp_path / "sampler" / "4"
     assert read_manifest(directory) == manifest
@@ -102,7 +102,11 @@ async def test_formats_are_converted_only_when_watched(tmp_path, contents):
         assert store.formats(2) == [BF16, FP8]
         reply = await asyncio.to_thread(status, address, TOKEN)
     assert (reply.latest_version, list(reply.versions)) == (2, [1, 2])
-    assert dict(reply.latest_by_format) == {"bf16": 2, "nvfp4": 1, "fp8-block": 2}
+    assert {f.format: f.latest_version for f in reply.formats} == {
+        "bf16": 2,
+        "nvfp4": 1,
+        "fp8-block": 2,
+    }
     assert reply.bytes_published == 2 * sum(p.stat().st_size for p in contents[1].iterdir())
 
 
@@ -121,7 +125,7 @@ async def test_a_slow_watcher_sees_only_the_newest(tmp_path, contents):
             seen.append((await asyncio.wait_for(anext(manifests), 20)).version)
         assert seen == sorted(set(seen))
         assert store.versions() == [6, 7]
-        directory = await client.fetch(await next_manifest(client, after=6))
+        directory = (await client.fetch(await next_manifest(client, after=6))).directory
         assert read_manifest(directory).version == 7
         await manifests.aclose()
 
@@ -157,7 +161,7 @@ async def test_a_format_nobody_watched_while_its_version_was_collected(tmp_path,
         assert store.versions() == [3, 4]
         manifest = await next_manifest(client)
         assert manifest.version == 4
-        assert read_manifest(await client.fetch(manifest)).version == 4
+        assert read_manifest((await client.fetch(manifest)).directory).version == 4
 
 
 async def test_a_version_that_is_gone_is_not_asked_for_again(tmp_path, contents):
@@ -298,7 +302,7 @@ async def test_a_corrupt_converted_byte_is_caught_and_made_again(tmp_path, conte
         stored = store.directory(1, NVFP4) / "model.safetensors"
         tiny_moe.write_corrupt(stored)
         keep_demand = asyncio.create_task(next_manifest(client, after=1))
-        directory = await client.fetch(manifest)
+        directory = (await client.fetch(manifest)).directory
         verify_directory(directory, manifest)
         keep_demand.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -335,14 +339,14 @@ async def test_a_fetch_goes_on_where_it_broke_off(tmp_path, contents):
         whole = (contents[1] / "model.safetensors").read_bytes()
         (partial / "model.safetensors").write_bytes(whole[:1000])
         (tmp_path / "sampler" / ".partial-0").mkdir()
-        directory = await client.fetch(manifest)
+        directory = (await client.fetch(manifest)).directory
         assert sum(heard) == sum(entry.num_bytes for entry in manifest.files) - 1000
         assert [path.name for path in (tmp_path / "sampler").iterdir()] == ["1"]
         heard.clear()
-        assert await client.fetch(manifest) == directory  # verified where it is
+        assert (await client.fetch(manifest)).directory == directory  # verified where it is
         assert heard == []
         tiny_moe.write_corrupt(directory / "model.safetensors")
-        verify_directory(await client.fetch(manifest), manifest)
+        verify_directory((await client.fetch(manifest)).directory, manifest)
         assert sum(heard) > 0
 
 
@@ -357,7 +361,7 @@ async def test_a_wrong_partial_file_is_discarded(tmp_path, contents, rest):
         partial = tmp_path / "sampler" / ".partial-1"
         partial.mkdir(parents=True)
         (partial / "model.safetensors").write_bytes(rest)
-        verify_directory(await client.fetch(manifest), manifest)
+        verify_directory((await client.fetch(manifest)).directory, manifest)
 
 
 async def test_a_collected_version_is_a_retry(tmp_path, contents):
@@ -429,7 +433,7 @@ async def test_a_restarted_service_is_found_again(tmp_path, contents):
         await publishing
         manifest = await asyncio.wait_for(waiting, 20)
         assert manifest.version == 2
-        verify_directory(await client.fetch(manifest), manifest)
+        verify_directory((await client.fetch(manifest)).directory, manifest)
         await client.close()
 
 

@@ -36,6 +36,36 @@ def tensors(*, seed: int = 0, D: int = 64, F: int = 32, E: int = 4) -> dict[str,
     return result
 
 
+def dense_tensors(*, D: int = 64, F: int = 128) -> dict[str, np.ndarray]:
+    """Two layers of a Llama-like model, with a bias as Qwen2 has it and tied embeddings."""
+    rng = np.random.default_rng(0)
+
+    def weight(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) * 0.05).astype(ml_dtypes.bfloat16)
+
+    result = {"model.embed_tokens.weight": weight(96, D), "model.norm.weight": weight(D)}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for part, rows in (("q", D), ("k", D // 2), ("v", D // 2), ("o", D)):
+            result[f"{prefix}.self_attn.{part}_proj.weight"] = weight(rows, D)
+        result[f"{prefix}.self_attn.q_proj.bias"] = weight(D)
+        result[f"{prefix}.input_layernorm.weight"] = weight(D)
+        for part, shape in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F))):
+            result[f"{prefix}.mlp.{part}_proj.weight"] = weight(*shape)
+    return result
+
+
+def nudged(arrays: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+    """One unit in the last place of about 1 % of the weights, as an update of a policy is."""
+    rng = np.random.default_rng(seed)
+    result = {}
+    for name, array in arrays.items():
+        bits = array.view(np.uint16).copy()
+        bits[rng.random(bits.shape) < 0.01] += np.uint16(1)
+        result[name] = bits.view(ml_dtypes.bfloat16)
+    return result
+
+
 def fuse(per_expert: dict[str, np.ndarray], E: int = 4) -> dict[str, np.ndarray]:
     """The same model with all experts of a projection in one tensor, gate before up."""
     fused = {name: array for name, array in per_expert.items() if ".experts." not in name}

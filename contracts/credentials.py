@@ -1,0 +1,210 @@
+"""What a process shows its peers and asks of them: a bearer token, and certificates for TLS.
+
+Owns reading both from files, following a token file that changes, and which tokens pass. Must not
+know channels or servers. A secret of it is in no log line, no error and no repr.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from contracts.errors import BadInputError
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 60.0  # a token that was replaced still passes that long
+
+_Path = str | Path | None
+
+
+def read_token(path: _Path) -> str:
+    """The bearer token in a file ("" without one), never logged. Raises BadInputError."""
+    if not path:
+        return ""
+    try:
+        token = Path(path).read_bytes().decode("ascii").strip()
+    except UnicodeDecodeError:
+        token = "\0"
+    if not token.isprintable():  # a header can't carry it
+        raise BadInputError(
+            f"token file {path}", expected="one line of ASCII text", found="other bytes"
+        )
+    if len(token) < 16:
+        raise BadInputError(
+            f"token file {path}", expected="at least 16 characters", found=f"{len(token)}"
+        )
+    return token
+
+
+class Token:
+    """A bearer token, false without one. One from a file follows the file. Thread-safe.
+
+    A change that leaves no usable token in the file is logged, and the token stays.
+    """
+
+    def __init__(
+        self, text: str = "", *, file: _Path = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`clock` gives seconds since the epoch, as the file's times do. Raises as `read_token`."""
+        self._file = Path(file) if file else None
+        self._clock = clock
+        self._seen = self._state()
+        self._text = read_token(file) if file else text
+        self._previous, self._previous_until = "", 0.0
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._text)  # a file never changes that
+
+    def current(self) -> str:
+        """The token to show now, "" for none."""
+        with self._lock:
+            self._follow()
+            return self._text
+
+    def accepts(self, shown: str) -> bool:
+        """Whether it is the token, or the one before it less than GRACE_S after the change."""
+        with self._lock:
+            self._follow()
+            valid = [self._text]
+            if self._clock() < self._previous_until:
+                valid.append(self._previous)
+        return any(hmac.compare_digest(shown.encode(), text.encode()) for text in valid)
+
+    def _state(self) -> tuple[int, int, int] | None:
+        """What differs when the file was written or replaced; None when it is not there."""
+        try:
+            # not mtime: a file that is moved here keeps that of its writing
+            found = self._file.stat() if self._file else None
+        except OSError:
+            return None
+        return (found.st_ctime_ns, found.st_ino, found.st_size) if found else None
+
+    def _follow(self) -> None:
+        if self._file is None or (state := self._state()) == self._seen:
+            return
+        self._seen = state
+        try:
+            text = read_token(self._file)
+        except (BadInputError, OSError) as error:
+            log.warning("the token stays as it was: %s", error)
+            return
+        if text == self._text:
+            return
+        now = self._clock()
+        changed = min(state[0] / 1e9, now) if state else now
+        self._previous, self._previous_until = self._text, changed + GRACE_S
+        self._text = text
+        log.info("token file %s: a new token", self._file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """Certificates as PEM text.
+
+    A server needs certificate and key; with `ca` it asks its clients for certificates of that CA.
+    A client needs `ca`, by which it verifies the server and its host name; with certificate and
+    key it presents itself.
+    """
+
+    ca: bytes | None = field(default=None, repr=False)
+    certificate: bytes | None = field(default=None, repr=False)
+    key: bytes | None = field(default=None, repr=False)
+
+
+def read_tls(*, ca: _Path = None, certificate: _Path = None, key: _Path = None) -> Tls | None:
+    """The PEM files given, None for none.
+
+    Raises:
+        BadInputError: a file that can't be read, is not what it should be, or a certificate and a
+            key that don't belong together.
+    """
+    if not (ca or certificate or key):
+        return None
+    if bool(certificate) != bool(key):
+        raise BadInputError(
+            "TLS files",
+            expected="a certificate and its key, or neither",
+            found=f"only {certificate or key}",
+        )
+    tls = Tls(
+        ca=_read_pem(ca, "CA file", "CERTIFICATE"),
+        certificate=_read_pem(certificate, "certificate file", "CERTIFICATE"),
+        key=_read_pem(key, "key file", "PRIVATE KEY"),
+    )
+    if b"ENCRYPTED" in (tls.key or b""):
+        raise BadInputError(f"key file {key}", expected="a key without a password", found="one")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if ca:
+        try:
+            context.load_verify_locations(ca)
+        except ssl.SSLError as error:
+            raise BadInputError(
+                f"CA file {ca}", expected="certificates in PEM", found=_reason(error)
+            ) from None
+    if certificate and key:
+        try:
+            context.load_cert_chain(certificate, key, password="")
+        except ssl.SSLError as error:
+            raise BadInputError(
+                f"key file {key}",
+                expected=f"the private key of certificate {certificate}",
+                found=_reason(error),
+            ) from None
+    return tls
+
+
+def _read_pem(path: _Path, what: str, label: str) -> bytes | None:
+    if not path:
+        return None
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise BadInputError(
+            f"{what} {path}", expected="a readable file", found=error.strerror or "none"
+        ) from None
+    if f"{label}-----".encode() not in data:
+        raise BadInputError(
+            f"{what} {path}", expected=f"a PEM block {label}", found=f"none in {len(data)} bytes"
+        )
+    return data
+
+
+def _reason(error: ssl.SSLError) -> str:
+    """OpenSSL's words for it, without a place in its sources or a byte of the file."""
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return "another one"
+    return (error.reason or "damaged text").lower().replace("_", " ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """How a process and its peers know each other; without anything, they don't."""
+
+    token: Token = field(default_factory=Token, repr=False)
+    tls: Tls | None = None
+
+    @classmethod
+    def of(cls, given: Credentials | str) -> Credentials:
+        """Credentials as they are; a plain token as credentials without TLS."""
+        return cls(token=Token(given)) if isinstance(given, str) else given
+
+
+def read_credentials(
+    token_file: _Path = None,
+    *,
+    tls_ca: _Path = None,
+    tls_cert: _Path = None,
+    tls_key: _Path = None,
+) -> Credentials:
+    """Credentials from the files that a command line or a run file names. Raises BadInputError."""
+    return Credentials(
+        token=Token(file=token_file), tls=read_tls(ca=tls_ca, certificate=tls_cert, key=tls_key)
+    )
