@@ -64,7 +64,7 @@ async def running(root: Path, contents: dict[int, Path], **settings: Any) -> Asy
     store = VersionStore(root / "store")
     try:
         config = WeightsConfig(**settings)
-        async with serving(store, config, address="127.0.0.1:0", token=TOKEN) as (_, port):
+        async with serving(store, config, address="127.0.0.1:0", credentials=TOKEN) as (_, port):
             sync = Sync(root, contents, f"127.0.0.1:{port}", store)
             async with sync.stack:
                 yield sync

@@ -406,15 +406,14 @@ async def test_a_manifest_that_points_outside_is_refused(tmp_path, contents, nam
 
 
 async def test_watchers_of_an_impossible_format_are_told_why(tmp_path):
-    arrays = {n: a for n, a in tiny_moe.tensors().items() if ".experts." not in n}
-    dense = tiny_moe.write(tmp_path / "dense", arrays)
+    odd = tiny_moe.write(tmp_path / "odd", tiny_moe.tensors(D=72))
     good = tiny_moe.write(tmp_path / "good")
     async with (
         running(tmp_path / "store") as (address, _),
         receiving(address, tmp_path / "sampler", NVFP4) as client,
     ):
-        await put(address, dense, 1)
-        with pytest.raises(BadInputError, match="source checkpoint for nvfp4"):
+        await put(address, odd, 1)
+        with pytest.raises(BadInputError, match="columns in multiples of 16, found 72"):
             await next_manifest(client)
         await put(address, good, 2)
         assert (await next_manifest(client)).version == 2
