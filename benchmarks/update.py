@@ -2,7 +2,8 @@
 
 Forward, corrected loss (the default arm, sc+mis, with mask replay), backward, clipping, AdamW; in
 float32, on all cores, from trajectories in memory. Our side includes checking and packing their
-records, and reading the metrics.
+records, and reading the metrics. Each core is a device of the data axis, as XLA computes much of a
+small model on one thread per device.
 
 The peer in the same run is the same maths on the same rows in PyTorch with `transformers`' model.
 It is not TRL's trainer, because TRL can hardly express this batch: it takes one log-prob per
@@ -123,7 +124,7 @@ def ours(config: ModelConfig, params: Params, groups: list[TrajectoryGroup]) -> 
         config,
         loss,
         optax.chain(optax.clip_by_global_norm(CLIP), adam),
-        make_mesh({}),
+        make_mesh({"data": jax.device_count()}),
         group_names=("sampler",),
         compute=ComputeConfig(dtype="float32"),
     )
@@ -138,6 +139,7 @@ def ours(config: ModelConfig, params: Params, groups: list[TrajectoryGroup]) -> 
             rows=MICRO_ROWS,
             candidate_buckets=WIDTHS,
             rules=rules,
+            num_shards=update.num_shards,
         )
         state, pending = update(state, batches, version=1)
         metrics = pending.read()
@@ -201,6 +203,7 @@ def serve(turns: Connection, name: str, vocabulary: int, folder: Path) -> None:
     """A contender's process: one update per message, until told to stop."""
     groups = make_groups(vocabulary)
     if name == "ours":
+        jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
         call = ours(*load_checkpoint(folder), groups)
     else:
         torch.set_num_threads(os.cpu_count() or 1)

@@ -27,7 +27,7 @@ from trainer_jax import loss_metrics
 from trainer_jax.batch import Batch, TokenBucket
 from trainer_jax.head import CandidateLogits, Part, candidate_logits, token_sum
 from trainer_jax.loss import LogBand, LossConfig, SamplerRecord, position_of, token_objective
-from trainer_jax.mesh import batch_sharding, param_shardings
+from trainer_jax.mesh import batch_sharding, by_data_shard, param_shardings
 from trainer_jax.models.config import ComputeConfig, ModelConfig
 from trainer_jax.models.qwen3_moe import Params, head_weight, hidden_states, init_params
 
@@ -224,6 +224,7 @@ def make_update(
     objective = functools.partial(
         batch_objective,
         config=config,
+        mesh=mesh,
         loss=loss,
         group_names=tuple(group_names),
         temperature=temperature,
@@ -236,26 +237,23 @@ def make_update(
     return Update(objective, loss, optimizer, mesh, tuple(group_names), shapes)
 
 
-def batch_objective(
+def batch_objective(  # noqa: PLR0913  (bound once, in make_update)
     params: Params,
     batch: Batch,
     scalars: _Scalars,
     *,
     config: ModelConfig,
+    mesh: Mesh,
     loss: LossConfig,
     group_names: tuple[str, ...],
     temperature: float,
     compute: ComputeConfig,
 ) -> tuple[jax.Array, loss_metrics.Sums]:
     """The surrogate of one micro-batch over the update's denominator, and the metrics' sums."""
-    hidden_BxRxD = hidden_states(
-        params,
-        config,
-        batch.tokens_BxR,  # pyright: ignore[reportArgumentType]
-        batch.positions_BxR,  # pyright: ignore[reportArgumentType]
-        batch.segments_BxR,  # pyright: ignore[reportArgumentType]
-        compute=compute,
+    model = by_data_shard(
+        lambda params, *rows: hidden_states(params, config, *rows, compute=compute), mesh
     )
+    hidden_BxRxD = model(params, batch.tokens_BxR, batch.positions_BxR, batch.segments_BxR)
     S = batch.buckets[0].mask_SxN.shape[0]
     hidden_SxLxD = hidden_BxRxD.reshape(S, -1, hidden_BxRxD.shape[-1])
     head_VxD = head_weight(params, compute=compute)

@@ -7,60 +7,126 @@ bytes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from contracts.errors import BadInputError
 from contracts.types import WeightFormat
-from weight_sync import durable
-from weight_sync.formats import bf16, fp8, nvfp4
+from weight_sync import coding, durable, journal, layouts
+from weight_sync.formats import bf16
+from weight_sync.layouts import Layout, Storage
 from weight_sync.manifest import checkpoint_files
-from weight_sync.plan import Action, ConversionPlan, Kind, Region, plan_conversion
-from weight_sync.safetensors_file import INDEX_NAME, Checkpoint, Writer
+from weight_sync.plan import (
+    Action,
+    ConversionPlan,
+    Kind,
+    Region,
+    plan_conversion,
+    plan_decoding,
+)
+from weight_sync.safetensors_file import INDEX_NAME, Checkpoint, TensorSpec, Writer
 
-_NUMPY = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+LEGACY_CONFIG_NAME = "hf_quant_config.json"  # ModelOpt's own, where config.json says nothing
 
 
 class StoppedError(RuntimeError):
-    """The caller asked the conversion to stop; nothing was left behind."""
+    """The caller asked the conversion to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to convert; `threads` work on different tensors at once."""
+    """How to convert; `threads` work on different tensors at once.
+
+    recipe: of the encoder; None is the format's default. One of another format is passed over.
+    layout: None is the format's default.
+    dtype: of the matrices that a quantized source is decoded to, BF16 or F32.
+    source_format: what the source must be in; None takes it as it is.
+    """
 
     format: WeightFormat
-    recipe: nvfp4.Recipe = nvfp4.Recipe.MODELOPT
+    recipe: str | None = None
+    layout: Layout | None = None
     ignore: tuple[str, ...] = ()
     threads: int = 1
+    dtype: str = "BF16"
+    source_format: WeightFormat | None = None
 
 
 def plan_directory(source: Path, options: Options) -> tuple[ConversionPlan, Checkpoint]:
     """Reads config.json and the tensor headers, and plans. Raises BadInputError."""
+    config, stored = read_config(source)
+    found = stored.format if stored else WeightFormat.BF16
+    if options.source_format not in (None, found):
+        raise BadInputError(f"{source}", expected=options.source_format, found=found)
+    checkpoint = Checkpoint(source)
+    if stored is None:
+        if options.dtype != "BF16":
+            raise BadInputError(
+                f"{source}",
+                expected=f"a quantized source to decode to {options.dtype}",
+                found=found,
+            )
+        plan = plan_conversion(
+            config,
+            checkpoint.tensors,
+            format=options.format,
+            recipe=options.recipe,
+            layout=options.layout,
+            ignore=options.ignore,
+        )
+        return plan, checkpoint
+    if options.format != WeightFormat.BF16:
+        raise BadInputError(
+            f"{source}",
+            expected=f"no quantization_config to convert to {options.format}; bf16 comes first",
+            found=found,
+        )
+    if options.ignore:
+        raise BadInputError(
+            f"{source}", expected="a BF16 source for modules to ignore", found=found
+        )
+    return plan_decoding(config, checkpoint.tensors, stored=stored, dtype=options.dtype), checkpoint
+
+
+def read_config(source: Path) -> tuple[dict[str, Any], Storage | None]:
+    """A checkpoint's config.json, and how its matrices are quantized; None where they are not.
+
+    Raises:
+        BadInputError: not a checkpoint, not JSON, or a quantization that is none of ours.
+    """
     checkpoint_files(source)  # is it a checkpoint at all
-    path = source / "config.json"
+    config = _read_object(source / "config.json")
+    given = config.get("quantization_config")
+    if given is None:
+        config.pop("quantization_config", None)
+        if not (source / LEGACY_CONFIG_NAME).is_file():
+            return config, None
+        given = _read_object(source / LEGACY_CONFIG_NAME).get("quantization")
+        given = {"quant_method": "modelopt", **given} if isinstance(given, dict) else given
+    if not isinstance(given, dict):
+        raise BadInputError(
+            f"{source}", expected="a quantization_config that is an object", found=repr(given)
+        )
+    return config, layouts.detect(given)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except ValueError as error:
         raise BadInputError(f"{path}", expected="JSON", found=str(error)) from None
-    if not isinstance(config, dict):
-        raise BadInputError(f"{path}", expected="an object", found=type(config).__name__)
-    checkpoint = Checkpoint(source)
-    plan = plan_conversion(
-        config,
-        checkpoint.tensors,
-        format=options.format,
-        recipe=options.recipe,
-        ignore=options.ignore,
-    )
-    return plan, checkpoint
+    if not isinstance(content, dict):
+        raise BadInputError(f"{path}", expected="an object", found=type(content).__name__)
+    return content
 
 
 def convert_directory(
@@ -81,14 +147,85 @@ def convert_directory(
     check_destination(destination)
     plan, checkpoint = plan_directory(source, options)
     destination.parent.mkdir(parents=True, exist_ok=True)
+    _check_space(destination, plan)
     with durable.staging(destination) as staged:
-        _check_space(staged, plan)
         _write_small_files(source, staged, plan)
-        _write_tensors(
-            plan, checkpoint, staged, options.threads, on_progress=on_progress, stop=should_stop
-        )
+        with _writers(staged, plan.outputs) as writers:
+            for _, num_bytes in _carry_out(plan.actions, checkpoint, writers, options.threads):
+                on_progress(num_bytes)
+                if should_stop():
+                    raise StoppedError("conversion stopped")
         durable.move_into_place(staged, destination)
     return plan
+
+
+def convert_resumably(
+    source: Path,
+    destination: Path,
+    options: Options,
+    *,
+    on_start: Callable[[int], None] = lambda num_bytes: None,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+) -> ConversionPlan:
+    """As `convert_directory`, but what a kill interrupts the same call continues.
+
+    `on_start` hears the source bytes that were done before. A journal is kept beside `destination`
+    (`weight_sync.journal`); it stays when the disk is full or the process dies, and goes when the
+    source is at fault.
+
+    Raises:
+        BadInputError, OSError: as `convert_directory`.
+        ConflictError: another process converts to `destination`.
+    """
+    check_destination(destination)
+    plan, checkpoint = plan_directory(source, options)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    _check_space(destination, plan, held=journal.held_bytes(destination))
+    with journal.resuming(destination, _fingerprint(source, options, plan)) as (staged, log):
+        try:
+            check_destination(destination)  # again, now that nobody else makes it
+            _write_small_files(source, staged, plan)
+            done = [action for i, action in enumerate(plan.actions) if i in log.done]
+            left = {id(a): i for i, a in enumerate(plan.actions) if i not in log.done}
+            on_start(sum(source_bytes(action, checkpoint) for action in done))
+            with _writers(staged, plan.outputs, resumes=True) as writers:
+                durable.flush(staged)  # the files are there before the journal speaks of them
+
+                def flush() -> None:
+                    for writer in writers.values():
+                        writer.flush()
+
+                actions = [action for action in plan.actions if id(action) in left]
+                for action, num_bytes in _carry_out(actions, checkpoint, writers, options.threads):
+                    log.add(left[id(action)], flush)
+                    on_progress(num_bytes)
+                log.flush(flush)
+            durable.move_into_place(staged, destination)
+        except BadInputError:
+            journal.discard(destination)
+            raise
+        journal.discard(destination)
+    return plan
+
+
+def _fingerprint(source: Path, options: Options, plan: ConversionPlan) -> str:
+    """Of all that decides the bytes of the result: source files, options, plan, our version.
+
+    Of safetensors files the header is read, and size and time of change vouch for the rest.
+    """
+    files = []
+    for path in checkpoint_files(source):
+        status = path.stat()
+        with path.open("rb") as file:
+            head = file.read(8)
+            if path.suffix == ".safetensors":
+                head += file.read(int.from_bytes(head, "little"))
+            else:
+                head += file.read()
+        files.append((path.name, status.st_size, status.st_mtime_ns, durable.checksum(head)))
+    chosen = {key: value for key, value in asdict(options).items() if key != "threads"}
+    content = repr((layouts.software_version(), files, sorted(chosen.items()), plan))
+    return durable.checksum(content.encode())
 
 
 def check_destination(destination: Path) -> None:
@@ -103,12 +240,13 @@ def check_destination(destination: Path) -> None:
         raise BadInputError(f"{parent}", expected="a directory", found=found)
 
 
-def _check_space(directory: Path, plan: ConversionPlan) -> None:
-    needed = sum(spec.num_bytes for spec in plan.outputs)
-    free = shutil.disk_usage(directory).free
+def _check_space(destination: Path, plan: ConversionPlan, *, held: int = 0) -> None:
+    """`held` bytes of an earlier attempt are overwritten or removed."""
+    needed = sum(spec.num_bytes for spec in plan.outputs) - held
+    free = shutil.disk_usage(destination.parent).free
     if needed > free:
         raise BadInputError(
-            f"disk of {directory.parent}",
+            f"disk of {destination.parent}",
             expected=f"{needed / 1e6:.1f} MB free",
             found=f"{free / 1e6:.1f} MB",
         )
@@ -116,8 +254,9 @@ def _check_space(directory: Path, plan: ConversionPlan) -> None:
 
 def _write_small_files(source: Path, staged: Path, plan: ConversionPlan) -> None:
     """config.json, the index if there are shards, and everything else as it was."""
+    ours = ("config.json", INDEX_NAME, LEGACY_CONFIG_NAME)
     for path in checkpoint_files(source):
-        if path.suffix != ".safetensors" and path.name not in ("config.json", INDEX_NAME):
+        if path.suffix != ".safetensors" and path.name not in ours:
             shutil.copyfile(path, staged / path.name)
     (staged / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n")
     weight_map = {spec.name: spec.file for spec in sorted(plan.outputs, key=lambda s: s.name)}
@@ -127,53 +266,46 @@ def _write_small_files(source: Path, staged: Path, plan: ConversionPlan) -> None
         (staged / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_tensors(
-    plan: ConversionPlan,
-    checkpoint: Checkpoint,
-    staged: Path,
-    threads: int,
-    *,
-    on_progress: Callable[[int], None],
-    stop: Callable[[], bool],
-) -> None:
-    by_file: dict[str, list] = {}
-    for spec in plan.outputs:
+@contextlib.contextmanager
+def _writers(
+    staged: Path, specs: Sequence[TensorSpec], *, resumes: bool = False
+) -> Iterator[dict[str, Writer]]:
+    by_file: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
         by_file.setdefault(spec.file, []).append(spec)
     writers: dict[str, Writer] = {}
     try:
-        for name, specs in by_file.items():
-            writers[name] = Writer(staged / name, specs)
-
-        def run(action: Action) -> int:
-            for specs, arrays in zip(action.outputs, encode(action, checkpoint), strict=True):
-                for spec, array in zip(specs, arrays, strict=True):
-                    writers[spec.file].write(spec.name, array)
-            return source_bytes(action, checkpoint)
-
-        for num_bytes in _in_threads(run, plan.actions, threads):
-            on_progress(num_bytes)
-            if stop():
-                raise StoppedError("conversion stopped")
+        for name, own in by_file.items():
+            writers[name] = Writer(staged / name, own, resumes=resumes)
+        yield writers
     finally:
         for writer in writers.values():
             writer.close()
 
 
-def _in_threads(
-    run: Callable[[Action], int], actions: Sequence[Action], threads: int
-) -> Iterator[int]:
-    """Results as they come, at most two actions per thread begun ahead of the consumer."""
+def _carry_out(
+    actions: Sequence[Action], checkpoint: Checkpoint, writers: dict[str, Writer], threads: int
+) -> Iterator[tuple[Action, int]]:
+    """Each action when its bytes are written, and the source bytes it took."""
+
+    def run(action: Action) -> tuple[Action, int]:
+        for specs, arrays in zip(action.outputs, make(action, checkpoint), strict=True):
+            for spec, array in zip(specs, arrays, strict=True):
+                writers[spec.file].write(spec.name, array)
+        release(action, checkpoint)
+        return action, source_bytes(action, checkpoint)
+
     if threads == 1:
         yield from map(run, actions)
         return
-    pending = set()
+    pending = set()  # at most two actions per thread are begun ahead of the consumer
     with ThreadPoolExecutor(threads, thread_name_prefix="convert") as pool:
         try:
             for action in actions:
                 pending.add(pool.submit(run, action))
                 if len(pending) >= 2 * threads:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
+                    finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in finished)
             yield from (future.result() for future in pending)
         finally:
             pool.shutdown(cancel_futures=True)
@@ -183,12 +315,21 @@ def source_bytes(action: Action, checkpoint: Checkpoint) -> int:
     return sum(_view(region, checkpoint).nbytes for region in action.sources)
 
 
+def release(action: Action, checkpoint: Checkpoint) -> None:
+    """The source's pages of an action may leave this process."""
+    for region in action.sources:
+        if region.expert is None:
+            checkpoint.release(region.tensor)
+            continue
+        header = checkpoint.tensors[region.tensor]
+        E, N, _ = header.shape
+        row_bytes = (header.end - header.start) // (E * N)
+        first, last = (row_bytes * (region.expert * N + row) for row in region.rows)
+        checkpoint.release(region.tensor, first, last)
+
+
 def _view(region: Region, checkpoint: Checkpoint) -> np.ndarray:
-    header = checkpoint.tensors[region.tensor]
-    data = checkpoint.bytes_of(region.tensor)
-    if header.dtype not in _NUMPY:
-        return data
-    array = data.view(_NUMPY[header.dtype]).reshape(header.shape)
+    array = checkpoint.array_of(region.tensor)
     return array if region.expert is None else array[region.expert, slice(*region.rows)]
 
 
@@ -198,34 +339,43 @@ def read_bits(region: Region, checkpoint: Checkpoint) -> np.ndarray:
     return array if array.dtype == np.uint16 else bf16.round_from(array)
 
 
-def encode(action: Action, checkpoint: Checkpoint) -> list[tuple[np.ndarray, ...]]:
-    """The arrays of each source's outputs, in the plan's order. Raises BadInputError."""
-    names = [specs[0].name for specs in action.outputs]
+def _read_values(region: Region, checkpoint: Checkpoint) -> np.ndarray:
+    """A region as float32, or as the bits of what has no other numpy type (uint8)."""
+    array = _view(region, checkpoint)
+    if array.dtype == np.uint16:
+        return bf16.widen(array)
+    return array.astype(np.float32) if array.dtype == np.float16 else array
+
+
+def _decode(action: Action, checkpoint: Checkpoint) -> np.ndarray:
+    """The matrix of a DECODE action, float32 [N, K]."""
+    assert action.storage is not None
+    arrays = [_read_values(region, checkpoint) for region in action.sources]
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        values = coding.decode(action.storage, arrays)
+    if not (finite := np.isfinite(values)).all():
+        raise BadInputError(
+            f"tensor {action.sources[0].tensor}",
+            expected="finite weights",
+            found=f"{finite.size - int(finite.sum())} NaN or infinite of {finite.size}",
+        )
+    return values
+
+
+def make(action: Action, checkpoint: Checkpoint) -> list[tuple[np.ndarray, ...]]:
+    """The arrays of each of an action's outputs, in the plan's order. Raises BadInputError."""
+    if action.kind == Kind.DROP:
+        return []
     if action.kind == Kind.COPY:
         return [(checkpoint.bytes_of(region.tensor),) for region in action.sources]
-    matrices = [read_bits(region, checkpoint) for region in action.sources]
-    if action.kind == Kind.ROUND:
-        results = [(bits,) for bits in matrices]
-    elif action.kind == Kind.FP8_BLOCK:
-        results = [
-            tuple(fp8.encode(bits, name=name)) for bits, name in zip(matrices, names, strict=True)
-        ]
-    else:
-        results = _encode_nvfp4(matrices, names, nvfp4.Recipe(action.recipe))
-    for region in action.sources:
-        if region.expert is None:
-            checkpoint.release(region.tensor)
-    return results
-
-
-def _encode_nvfp4(
-    matrices: Sequence[np.ndarray], names: Sequence[str], recipe: nvfp4.Recipe
-) -> list[tuple[np.ndarray, ...]]:
-    """All matrices under one global scale. The uncalibrated activation scale is 1, as miles has."""
-    shared = max(bf16.amax(bits, name) for bits, name in zip(matrices, names, strict=True))
-    results = []
-    for bits, name in zip(matrices, names, strict=True):
-        tensor = nvfp4.encode(bits, amax=shared, recipe=recipe, name=name)
-        scale_2 = np.array(tensor.global_scale, np.float32)
-        results.append((tensor.packed, tensor.block_scale, scale_2, np.ones((), np.float32)))
-    return results
+    if action.kind == Kind.ENCODE:
+        assert action.storage is not None
+        matrices = [read_bits(region, checkpoint) for region in action.sources]
+        return coding.encode(action.storage, matrices, [specs[0].name for specs in action.outputs])
+    ((spec,),) = action.outputs
+    if action.kind == Kind.CAST:
+        (region,) = action.sources
+        read = read_bits if spec.dtype == "BF16" else _read_values
+        return [(read(region, checkpoint),)]
+    values = _decode(action, checkpoint)
+    return [(bf16.round_from(values) if spec.dtype == "BF16" else values,)]

@@ -1,49 +1,56 @@
 """What a conversion does with each tensor, decided from names, dtypes and shapes alone.
 
-Owns which modules each format quantizes, the names and shapes of the result, and the
-`quantization_config` that SGLang and vLLM read. Pure: no file is opened here.
+Owns which modules each format quantizes, the names and shapes of the result, and its config.json.
+Pure: no file is opened here.
 
 Quantized are, in layers `model[.language_model].layers.N`:
-    nvfp4      the experts' projections; gate and up of an expert share one global scale
-    fp8-block  those, the attention projections, and the MLPs of dense layers
-Never the embedding, lm_head, routers, norms, shared experts, multi-token prediction or vision.
+    of a mixture of experts
+        nvfp4                          the experts' projections
+        fp8-block, fp8-channel, mxfp8  those, the attention projections, the MLPs of dense layers
+    of a model without experts
+        every format                   the attention projections and the MLPs
+Never the embedding, lm_head, routers, norms, shared experts, linear attention, multi-token
+prediction or vision. In nvfp4 gate and up of an expert (or MLP) share one global scale, and so do
+q, k and v of a layer, because engines keep one scale of what they fuse.
+
+A quantized checkpoint is decoded instead: every matrix that has scales becomes one of the dtype
+asked for under its plain name, whatever module it is; scales of activations and of the KV cache
+are left out.
 """
 
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from contracts.errors import BadInputError
 from contracts.types import WeightFormat
-from weight_sync.formats import fp8, nvfp4
+from weight_sync import layouts
+from weight_sync.layouts import Layout, Storage
+from weight_sync.modules import (
+    DENSE,
+    EXPERT,
+    FUSED_EXPERTS,
+    fusion,
+    has_experts,
+    linear_module,
+    scale_group,
+)
 from weight_sync.safetensors_file import TensorHeader, TensorSpec
 
-_LAYER = r"model\.(?:language_model\.)?layers\.\d+"
-_EXPERT = re.compile(rf"({_LAYER}\.mlp\.experts\.\d+\.(?:gate|up|down)_proj)\.weight")
-_FUSED_EXPERTS = re.compile(rf"({_LAYER}\.mlp\.experts)\.(gate_up_proj|down_proj)")
-_DENSE = re.compile(rf"({_LAYER}\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj))\.weight")
-
-# Engines run these as one matrix, so its parts are quantized together or not at all.
-_ENGINE_FUSIONS = (
-    (re.compile(r"(.*\.self_attn)\.[qkv]_proj"), "qkv_proj"),
-    (re.compile(r"(.*\.mlp)\.(?:gate|up)_proj"), "gate_up_proj"),
-    (re.compile(r"(.*\.linear_attn)\.in_proj_(?:qkv|z)"), "in_proj_qkvz"),
-    (re.compile(r"(.*\.linear_attn)\.in_proj_[ab]"), "in_proj_ba"),
-    (re.compile(r"(.*\.mlp\.experts)\.\d+\.(?:gate|up|down)_proj"), ""),
-)
+_FLOATS = ("BF16", "F16", "F32")
+CONFIG_DTYPES = {"BF16": "bfloat16", "F32": "float32"}  # of a decoded checkpoint
 
 
 class Kind(enum.StrEnum):
     COPY = "copy"
-    ROUND = "round to bf16"
-    NVFP4 = "nvfp4"
-    FP8_BLOCK = "fp8-block"
+    CAST = "cast"
+    ENCODE = "encode"
+    DECODE = "decode"
+    DROP = "drop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +64,15 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """What is made of one region, or of several that share a global scale.
+    """What is made of one region, of several that share a global scale, or of a matrix's parts.
 
-    `outputs` holds for each source the tensors made of it, in the order the encoder returns them.
+    `outputs` holds for each matrix that results its tensors, in the order of `layouts.parts`.
     """
 
     kind: Kind
     sources: tuple[Region, ...]
     outputs: tuple[tuple[TensorSpec, ...], ...]
-    recipe: str = ""  # of the encoder, where the format has several
+    storage: Storage | None = None  # to encode into, or to decode from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +102,8 @@ def plan_conversion(
     tensors: Mapping[str, TensorHeader],
     *,
     format: WeightFormat,
-    recipe: nvfp4.Recipe = nvfp4.Recipe.MODELOPT,
+    recipe: str | None = None,
+    layout: Layout | None = None,
     ignore: Sequence[str] = (),
 ) -> ConversionPlan:
     """Decides the conversion of a BF16 (or float16, float32) checkpoint.
@@ -104,7 +112,8 @@ def plan_conversion(
 
     Raises:
         BadInputError: an already quantized source, a shape the format cannot hold, nothing to
-            quantize, or an `ignore` that splits a matrix which engines fuse.
+            quantize, a layout the format does not have, or an `ignore` that splits a matrix which
+            engines fuse.
     """
     if "quantization_config" in config:
         given = config["quantization_config"]
@@ -112,33 +121,82 @@ def plan_conversion(
         raise BadInputError(
             "source checkpoint", expected="no quantization_config", found=f"quant_method {method}"
         )
-    matrices = [] if format == WeightFormat.BF16 else _matrices(tensors, format)
+    if format == WeightFormat.BF16:
+        layouts.choose_recipe(format, recipe)
+        return ConversionPlan(
+            format=format,
+            recipe="",
+            actions=_sorted([_keep(name, header) for name, header in tensors.items()], tensors),
+            config=_with_dtype(config, "bfloat16"),
+        )
+    storage = layouts.choose_storage(format, recipe, layout)
+    matrices = _matrices(tensors, format)
     ignored = {m.module for m in matrices if any(fnmatchcase(m.module, glob) for glob in ignore)}
     _check_fusions([m.module for m in matrices], ignored)
     chosen = [m for m in matrices if m.module not in ignored]
-    if format != WeightFormat.BF16 and not chosen:
+    if not chosen:
         raise BadInputError(
             f"source checkpoint for {format}",
-            expected="tensors model.layers.N.mlp.experts.M.{gate,up,down}_proj.weight",
+            expected="tensors model.layers.N.mlp.experts.M.{gate,up,down}_proj.weight, or "
+            "attention and MLP projections",
             found=f"none of that kind among {len(tensors)}",
         )
     touched = {m.source.tensor for m in chosen}
     kept = [_keep(name, header) for name, header in tensors.items() if name not in touched]
-    new_config = dict(config)
-    if format == WeightFormat.NVFP4:
-        actions = _nvfp4_actions(chosen, recipe)
-    else:
-        actions = [_fp8_action(matrix) for matrix in chosen]
-    if format == WeightFormat.BF16:
-        new_config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
-    else:
-        modules = _unquantized_modules(tensors, touched)
-        new_config["quantization_config"] = _quantization_config(format, modules)
+    modules = _unquantized_modules(tensors, touched)
     return ConversionPlan(
         format=format,
-        recipe=str(recipe) if format == WeightFormat.NVFP4 else "",
-        actions=tuple(sorted([*kept, *actions], key=lambda action: _position(action, tensors))),
-        config=new_config,
+        recipe=storage.recipe,
+        actions=_sorted([*kept, *_encode_actions(chosen, storage)], tensors),
+        config={**config, "quantization_config": layouts.quantization_config(storage, modules)},
+    )
+
+
+def plan_decoding(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorHeader],
+    *,
+    stored: Storage,
+    dtype: str = "BF16",
+) -> ConversionPlan:
+    """Decides the conversion of a quantized checkpoint into a plain one; `dtype` BF16 or F32.
+
+    Raises:
+        BadInputError: a matrix without its scales, scales without their matrix, or shapes that do
+            not fit together.
+    """
+    modules = {
+        name.removesuffix(f".{stored.scale_name}")
+        for name in tensors
+        if name.endswith(f".{stored.scale_name}")
+    }
+    if not modules:
+        raise BadInputError(
+            f"source checkpoint in {stored.format}",
+            expected=f"tensors named {stored.scale_name}",
+            found=f"none among {len(tensors)}",
+        )
+    actions = [_decode_action(module, tensors, stored, dtype) for module in modules]
+    touched = {region.tensor for action in actions for region in action.sources}
+    for name, header in tensors.items():
+        if name in touched:
+            continue
+        if name.rpartition(".")[2] in layouts.RUNTIME_SCALES:
+            actions.append(Action(kind=Kind.DROP, sources=(Region(tensor=name),), outputs=()))
+        elif header.dtype in ("U8", "F8_E4M3", "F8_E8M0"):
+            raise BadInputError(
+                f"tensor {name}",
+                expected=f"{stored.scale_name} and what else {stored.format} has beside it",
+                found=f"{header.dtype} alone",
+            )
+        else:
+            actions.append(_keep(name, header, dtype))
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    return ConversionPlan(
+        format=WeightFormat.BF16,
+        recipe="",
+        actions=_sorted(actions, tensors),
+        config=_with_dtype(plain, CONFIG_DTYPES[dtype]),
     )
 
 
@@ -152,36 +210,50 @@ def unmatched(
     return [glob for glob in ignore if not any(fnmatchcase(name, glob) for name in modules)]
 
 
-def _position(action: Action, tensors: Mapping[str, TensorHeader]) -> tuple[str, int, int]:
+def _sorted(actions: list[Action], tensors: Mapping[str, TensorHeader]) -> tuple[Action, ...]:
     """Source order, so that a disk is read forwards."""
-    header = tensors[action.sources[0].tensor]
-    return header.file, header.start, action.sources[0].expert or 0
+
+    def position(action: Action) -> tuple[str, int, int]:
+        first = action.sources[0]
+        return tensors[first.tensor].file, tensors[first.tensor].start, first.expert or 0
+
+    return tuple(sorted(actions, key=position))
 
 
-def _keep(name: str, header: TensorHeader) -> Action:
-    """Float matrices become BF16; vectors (norms, biases) keep the precision they came with."""
-    rounds = header.dtype in ("F32", "F16") and len(header.shape) > 1
+def _keep(name: str, header: TensorHeader, dtype: str = "BF16") -> Action:
+    """Float matrices become `dtype`; in BF16 vectors (norms, biases) keep what they came with."""
+    is_float = header.dtype in _FLOATS
+    casts = is_float and header.dtype != dtype and (len(header.shape) > 1 or dtype == "F32")
     spec = TensorSpec(
         name=name,
-        dtype="BF16" if rounds else header.dtype,
+        dtype=dtype if casts else header.dtype,
         shape=header.shape,
         file=header.file,
     )
-    return Action(
-        kind=Kind.ROUND if rounds else Kind.COPY,
-        sources=(Region(tensor=name),),
-        outputs=((spec,),),
-    )
+    kind = Kind.CAST if casts else Kind.COPY
+    return Action(kind=kind, sources=(Region(tensor=name),), outputs=((spec,),))
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config with its dtype replaced, and that of its parts (text_config, vision_config)."""
+    changed: dict[str, Any] = {
+        key: _with_dtype(value, dtype)
+        for key, value in config.items()
+        if key.endswith("_config")
+        and isinstance(value, dict)
+        and {"dtype", "torch_dtype"} & set(value)
+    }
+    changed["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    return {**config, **changed}
 
 
 def _matrices(tensors: Mapping[str, TensorHeader], format: WeightFormat) -> list[_Matrix]:
+    takes_dense = format != WeightFormat.NVFP4 or not has_experts(list(tensors))
     found = []
     for name, header in tensors.items():
-        if fused := _FUSED_EXPERTS.fullmatch(name):
+        if fused := FUSED_EXPERTS.fullmatch(name):
             matrices = _split_fused(fused[1], fused[2], name, header)
-        elif match := _EXPERT.fullmatch(name) or (
-            _DENSE.fullmatch(name) if format == WeightFormat.FP8_BLOCK else None
-        ):
+        elif match := EXPERT.fullmatch(name) or (DENSE.fullmatch(name) if takes_dense else None):
             if len(header.shape) != 2:
                 raise BadInputError(f"tensor {name}", expected="a matrix", found=header.shape)
             N, K = header.shape
@@ -189,16 +261,17 @@ def _matrices(tensors: Mapping[str, TensorHeader], format: WeightFormat) -> list
             matrices = [_Matrix(module=match[1], source=source, shape=(N, K), file=header.file)]
         else:
             continue
-        if header.dtype not in ("BF16", "F16", "F32"):
+        if header.dtype not in _FLOATS:
             raise BadInputError(
                 f"tensor {name}", expected="BF16, F16 or F32 weights", found=header.dtype
             )
         found += matrices
+    multiple = layouts.column_multiple(format)
     for matrix in found:
-        if format == WeightFormat.NVFP4 and matrix.shape[1] % nvfp4.BLOCK:
+        if matrix.shape[1] % multiple:
             raise BadInputError(
-                f"tensor {matrix.module}.weight in nvfp4",
-                expected=f"columns in multiples of {nvfp4.BLOCK}",
+                f"tensor {matrix.module}.weight in {format}",
+                expected=f"columns in multiples of {multiple}",
                 found=matrix.shape[1],
             )
     return found
@@ -225,110 +298,93 @@ def _split_fused(prefix: str, part: str, name: str, header: TensorHeader) -> lis
     ]
 
 
-def _fusion(module: str) -> str:
-    """The name under which engines run a module, its own if it stays alone."""
-    for pattern, fused in _ENGINE_FUSIONS:
-        if match := pattern.fullmatch(module):
-            return f"{match[1]}.{fused}" if fused else match[1]
-    return module
-
-
 def _check_fusions(modules: Sequence[str], ignored: set[str]) -> None:
-    kept = {_fusion(module): module for module in ignored}
+    kept = {fusion(module): module for module in ignored}
     for module in modules:
-        if module not in ignored and (other := kept.get(_fusion(module))):
+        if module not in ignored and (other := kept.get(fusion(module))):
             raise BadInputError(
                 "ignored modules",
-                expected=f"all parts of {_fusion(module)} or none, as engines fuse them",
+                expected=f"all parts of {fusion(module)} or none, as engines fuse them",
                 found=f"{other} without {module}",
             )
 
 
-def _fp8_action(matrix: _Matrix) -> Action:
-    N, K = matrix.shape
-    scale_shape = (-(-N // fp8.BLOCK), -(-K // fp8.BLOCK))
-    outputs = tuple(
-        TensorSpec(name=f"{matrix.module}.{part}", dtype=dtype, shape=shape, file=matrix.file)
-        for part, dtype, shape in (
-            ("weight", "F8_E4M3", (N, K)),
-            ("weight_scale_inv", "F32", scale_shape),
-        )
-    )
-    return Action(kind=Kind.FP8_BLOCK, sources=(matrix.source,), outputs=(outputs,))
-
-
-def _nvfp4_outputs(matrix: _Matrix) -> tuple[TensorSpec, ...]:
-    N, K = matrix.shape
-    return tuple(
-        TensorSpec(name=f"{matrix.module}.{part}", dtype=dtype, shape=shape, file=matrix.file)
-        for part, dtype, shape in (
-            ("weight", "U8", (N, K // 2)),
-            ("weight_scale", "F8_E4M3", (N, K // nvfp4.BLOCK)),
-            ("weight_scale_2", "F32", ()),
-            ("input_scale", "F32", ()),
-        )
-    )
-
-
-def _nvfp4_actions(matrices: Sequence[_Matrix], recipe: nvfp4.Recipe) -> list[Action]:
-    """One action per global scale: gate with up, down alone."""
-    sharing: dict[str, list[_Matrix]] = {}
+def _encode_actions(matrices: Sequence[_Matrix], storage: Storage) -> list[Action]:
+    """One action per matrix, in nvfp4 one per global scale."""
+    shares = storage.format == WeightFormat.NVFP4
+    sharing: dict[tuple[str, int], list[_Matrix]] = {}
     for matrix in matrices:
-        key = re.sub(r"\.(?:gate|up)_proj$", ".gate_up_proj", matrix.module)
+        key = scale_group(matrix.module) if shares else (matrix.module, 1)
         sharing.setdefault(key, []).append(matrix)
-    for key, group in sharing.items():
-        if key.endswith(".gate_up_proj") and len(group) != 2:
+    for (name, size), group in sharing.items():
+        if len(group) != size:
             raise BadInputError(
-                "source checkpoint", expected=f"both halves of {key}", found=group[0].module
+                "source checkpoint",
+                expected=f"all {size} parts of {name}",
+                found=" and ".join(matrix.module for matrix in group),
             )
     return [
         Action(
-            kind=Kind.NVFP4,
+            kind=Kind.ENCODE,
             sources=tuple(matrix.source for matrix in group),
-            outputs=tuple(_nvfp4_outputs(matrix) for matrix in group),
-            recipe=recipe,
+            outputs=tuple(_parts(matrix, storage) for matrix in group),
+            storage=storage,
         )
         for group in sharing.values()
     ]
+
+
+def _parts(matrix: _Matrix, storage: Storage) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(name=f"{matrix.module}.{name}", dtype=dtype, shape=shape, file=matrix.file)
+        for name, dtype, shape in layouts.parts(storage, *matrix.shape)
+    )
+
+
+# Other writers' dtypes of a scale: the same numbers, or fewer of their bits.
+_ALSO = {"F32": ("F32", "BF16", "F16"), "U8": ("U8", "F8_E8M0")}
+
+
+def _decode_action(
+    module: str, tensors: Mapping[str, TensorHeader], stored: Storage, dtype: str
+) -> Action:
+    """One matrix from its parts, whose shapes must be those that the layout gives it."""
+
+    def header_of(name: str) -> TensorHeader:
+        if (header := tensors.get(f"{module}.{name}")) is None:
+            found = f"only {module}.{stored.scale_name}"
+            raise BadInputError("source checkpoint", expected=f"{module}.{name}", found=found)
+        return header
+
+    first = header_of(layouts.parts(stored, 0, 0)[0].name)
+    if len(first.shape) != 2:
+        raise BadInputError(f"tensor {module}", expected="a matrix", found=first.shape)
+    N, K = first.shape[0], first.shape[1] * (2 if stored.format == WeightFormat.NVFP4 else 1)
+    needed = [p for p in layouts.parts(stored, N, K) if p.name not in layouts.RUNTIME_SCALES]
+    for part in needed:
+        header = header_of(part.name)
+        fits = header.shape == part.shape or {header.shape, part.shape} == {(), (1,)}
+        multiple = layouts.column_multiple(stored.format)
+        if header.dtype not in _ALSO.get(part.dtype, (part.dtype,)) or not fits or K % multiple:
+            raise BadInputError(
+                f"tensor {module}.{part.name}",
+                expected=f"{part.dtype} {part.shape} of a matrix {(N, K)}",
+                found=f"{header.dtype} {header.shape}",
+            )
+    spec = TensorSpec(name=f"{module}.weight", dtype=dtype, shape=(N, K), file=first.file)
+    return Action(
+        kind=Kind.DECODE,
+        sources=tuple(Region(tensor=f"{module}.{part.name}") for part in needed),
+        outputs=((spec,),),
+        storage=stored,
+    )
 
 
 def _unquantized_modules(tensors: Mapping[str, TensorHeader], touched: set[str]) -> list[str]:
     """Full names of the linear modules that stay, and of what engines fuse them into."""
     modules = {"lm_head"}
     for name, header in tensors.items():
-        module, dot, part = name.rpartition(".")
-        linear = (part == "weight" and len(header.shape) > 1) or _FUSED_EXPERTS.fullmatch(name)
-        if name in touched or not linear or not dot or module.endswith("embed_tokens"):
-            continue
-        modules |= {module, _fusion(module)}
+        module = linear_module(name, len(header.shape))
+        if name not in touched and module is not None:
+            modules |= {module, fusion(module)}
     return sorted(modules)
-
-
-def _quantization_config(format: WeightFormat, ignore: list[str]) -> dict[str, Any]:
-    if format == WeightFormat.FP8_BLOCK:
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [fp8.BLOCK, fp8.BLOCK],
-            "modules_to_not_convert": ignore,
-        }
-    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK}
-    try:
-        producer = version("mixed-samplers")
-    except PackageNotFoundError:
-        producer = "0"  # run from a source tree that is not installed
-    return {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "group_size": nvfp4.BLOCK,
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": numbers,
-                "input_activations": dict(numbers),
-            }
-        },
-        "ignore": ignore,
-        "producer": {"name": "mixed-samplers", "version": producer},
-    }

@@ -27,6 +27,11 @@ DTYPE_BYTES = {
 }
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+# What numpy has no type for is seen as its bits.
+_NUMPY = {
+    **dict.fromkeys(("U8", "F8_E4M3", "F8_E8M0"), np.uint8),
+    **{"BF16": np.uint16, "F16": np.float16, "F32": np.float32},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +115,10 @@ class Mapping:
         self.data = np.frombuffer(self._map, np.uint8)
 
     def release(self, start: int, end: int) -> None:
-        """The pages that lie wholly in [start, end) may leave this process."""
-        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = end // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first:
-            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+        """The pages of [start, end) may leave this process; if still needed they come back."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start:
+            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
 class Checkpoint:
@@ -144,9 +148,18 @@ class Checkpoint:
         header = self.tensors[name]
         return self._files[header.file].data[header.start : header.end]
 
-    def release(self, name: str) -> None:
+    def array_of(self, name: str) -> np.ndarray:
+        """A tensor in its shape, a view: BF16 as uint16, 8-bit floats as uint8; else flat bytes."""
+        header, data = self.tensors[name], self.bytes_of(name)
+        if header.dtype not in _NUMPY:
+            return data
+        return data.view(_NUMPY[header.dtype]).reshape(header.shape)
+
+    def release(self, name: str, first: int = 0, last: int | None = None) -> None:
+        """Bytes [first, last) of a tensor, to its end without `last`, may leave this process."""
         header = self.tensors[name]
-        self._files[header.file].release(header.start, header.end)
+        end = header.end if last is None else header.start + last
+        self._files[header.file].release(header.start + first, end)
 
 
 def _shards(directory: Path) -> list[Path]:
@@ -171,9 +184,12 @@ def _shards(directory: Path) -> list[Path]:
 
 
 class Writer:
-    """One file whose tensors are known beforehand and come in any order, from any thread."""
+    """One file whose tensors are known beforehand and come in any order, from any thread.
 
-    def __init__(self, path: Path, specs: Iterable[TensorSpec]) -> None:
+    With `resumes` the file may be there, made of the same specs: its tensors stay.
+    """
+
+    def __init__(self, path: Path, specs: Iterable[TensorSpec], *, resumes: bool = False) -> None:
         ordered = sorted(specs, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
         header: dict = {"__metadata__": {"format": "pt"}}
         self._ranges: dict[str, tuple[int, int]] = {}
@@ -190,7 +206,8 @@ class Writer:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._data_start = 8 + len(text)
-        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        flags = os.O_CREAT | os.O_WRONLY | (0 if resumes else os.O_EXCL)
+        self._descriptor = os.open(path, flags, 0o644)
         self._path = path
         self._write_at(0, len(text).to_bytes(8, "little") + text)
         os.ftruncate(self._descriptor, self._data_start + position)
@@ -212,6 +229,10 @@ class Writer:
         if array.nbytes:
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             self._write_at(self._data_start + start, data.data)
+
+    def flush(self) -> None:
+        """Returns when what was written so far would survive a power cut."""
+        os.fdatasync(self._descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -1,7 +1,8 @@
 """Holds a converted checkpoint against its source.
 
-Owns the decoding of stored tensors and the error that each format may make at most. Copied tensors
-must be equal; a quantized element may be off by half a step of its format at its magnitude.
+Owns the comparison and the measures of error; decoding and the error that a format may make at most
+are `coding`'s. Copied, cast and decoded tensors must be equal to what they are made of; a
+quantized element may be off by half a step of its format at its magnitude.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from contracts.errors import BadInputError
-from weight_sync.convert import encode, read_bits, source_bytes
-from weight_sync.formats import bf16, fp8, nvfp4
+from weight_sync import coding
+from weight_sync.convert import make, read_bits, release, source_bytes
+from weight_sync.formats import bf16
 from weight_sync.plan import Action, ConversionPlan, Kind
 from weight_sync.safetensors_file import Checkpoint, TensorSpec
 
@@ -32,27 +34,23 @@ class TensorError:
 def compare(
     plan: ConversionPlan, source: Checkpoint, converted: Checkpoint
 ) -> Iterator[tuple[list[TensorError], int]]:
-    """For each action, its errors (none where it copies) and the source bytes compared.
+    """For each action, its errors (none where nothing is quantized) and the source bytes compared.
 
     Raises:
         BadInputError: a tensor is missing, of another dtype or shape, or a copy is not equal.
     """
     for action in plan.actions:
-        for specs in action.outputs:
-            for spec in specs:
-                _check_header(spec, converted)
-        if action.kind in (Kind.COPY, Kind.ROUND):
+        specs = [spec for matrix in action.outputs for spec in matrix]
+        for spec in specs:
+            _check_header(spec, converted)
+        if action.kind == Kind.ENCODE:
+            errors = list(_errors(action, source, converted))
+        else:
             _check_equal(action, source, converted)
-            yield [], source_bytes(action, source)
-            continue
-        errors = []
-        for region, specs in zip(action.sources, action.outputs, strict=True):
-            x = bf16.widen(read_bits(region, source))
-            if action.kind == Kind.NVFP4:
-                decoded, bound = _decode_nvfp4(x, specs, converted)
-            else:
-                decoded, bound = _decode_fp8(x, specs, converted)
-            errors.append(_error(specs[0].name, x, decoded, bound))
+            errors = []
+        release(action, source)
+        for spec in specs:
+            converted.release(spec.name)
         yield errors, source_bytes(action, source)
 
 
@@ -66,7 +64,7 @@ def _check_header(spec: TensorSpec, converted: Checkpoint) -> None:
 
 
 def _check_equal(action: Action, source: Checkpoint, converted: Checkpoint) -> None:
-    for specs, (array,) in zip(action.outputs, encode(action, source), strict=True):
+    for specs, (array,) in zip(action.outputs, make(action, source), strict=True):
         stored = converted.bytes_of(specs[0].name)
         expected = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if not np.array_equal(stored, expected):
@@ -78,41 +76,21 @@ def _check_equal(action: Action, source: Checkpoint, converted: Checkpoint) -> N
             )
 
 
-def _decode_nvfp4(
-    x: np.ndarray, specs: tuple[TensorSpec, ...], converted: Checkpoint
-) -> tuple[np.ndarray, np.ndarray]:
-    """The decoded matrix and its bound: a unit of the block, or what lies beyond the largest."""
-    packed, block_scale, scale_2, _ = (converted.bytes_of(spec.name) for spec in specs)
-    tensor = nvfp4.NvFp4(
-        packed.reshape(specs[0].shape),
-        block_scale.reshape(specs[1].shape),
-        scale_2.view(np.float32)[0],
-    )
-    blocks = np.abs(x).reshape(-1, nvfp4.BLOCK)
-    unit = fp8.VALUES[tensor.block_scale].reshape(-1, 1) * tensor.global_scale
-    bound = np.maximum(unit, blocks.max(axis=1, keepdims=True) - 6 * unit)
-    return nvfp4.decode(tensor), np.broadcast_to(bound, blocks.shape).reshape(x.shape)
+def _errors(action: Action, source: Checkpoint, converted: Checkpoint) -> Iterator[TensorError]:
+    assert action.storage is not None
+    for region, specs in zip(action.sources, action.outputs, strict=True):
+        x = bf16.widen(read_bits(region, source))
+        arrays = [converted.array_of(spec.name) for spec in specs]
+        off = np.abs(coding.decode(action.storage, arrays) - x)
+        bound = coding.error_bound(action.storage, arrays, x) * _SLACK
+        np.maximum(bound, np.finfo(np.float32).smallest_subnormal, out=bound)
+        norm, rms = _rms(x), _rms(off)
+        yield TensorError(
+            name=specs[0].name,
+            relative_rms=rms / norm if norm else 0.0,
+            share_of_bound=float(np.max(off / bound, initial=0)),
+        )
 
 
-def _decode_fp8(
-    x: np.ndarray, specs: tuple[TensorSpec, ...], converted: Checkpoint
-) -> tuple[np.ndarray, np.ndarray]:
-    """The decoded matrix and its bound: 2^-4 of the element, or half the smallest step."""
-    codes, scale = (converted.bytes_of(spec.name) for spec in specs)
-    block = fp8.Fp8Block(
-        codes.reshape(specs[0].shape), scale.view(np.float32).reshape(specs[1].shape)
-    )
-    half_step = fp8.decode(fp8.Fp8Block(np.ones_like(block.codes), block.scale_inv)) / 2
-    return fp8.decode(block), np.maximum(np.abs(x) * np.float32(2.0**-4), half_step)
-
-
-def _error(name: str, x: np.ndarray, decoded: np.ndarray, bound: np.ndarray) -> TensorError:
-    off = np.abs(decoded - x)
-    norm = np.sqrt(np.mean(np.square(x, dtype=np.float64)))
-    rms = np.sqrt(np.mean(np.square(off, dtype=np.float64)))
-    allowed = np.maximum(bound * _SLACK, np.finfo(np.float32).smallest_subnormal)
-    return TensorError(
-        name=name,
-        relative_rms=float(rms / norm) if norm else 0.0,
-        share_of_bound=float(np.max(off / allowed, initial=0)),
-    )
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64)))) if values.size else 0.0

@@ -6,7 +6,10 @@ each tensor lies, so headers are not parsed again.
 
 Layouts of a linear module `m` (by the dtype of `m.weight`):
     BF16 / F32   m.weight [O, I]
-    F8_E4M3      m.weight [O, I], m.weight_scale_inv F32 [ceil(O/128), ceil(I/128)]
+    F8_E4M3      m.weight [O, I], and one of
+                 m.weight_scale_inv F32 [ceil(O/128), ceil(I/128)] (fp8-block)
+                 m.weight_scale F32 [O, 1] (fp8-channel)
+                 m.weight_scale_inv U8 [O, I/32], exponents of two plus 127 (mxfp8)
     U8 (NVFP4)   m.weight [O, I/2], m.weight_scale F8_E4M3 [O, I/16], m.weight_scale_2 F32 [];
                  m.input_scale F32 [] may be there and is not used: activation scales are dynamic
 """
@@ -25,7 +28,13 @@ from torch import Tensor
 
 from contracts.errors import BadInputError
 from contracts.types import Manifest, TensorEntry, WeightFormat
-from sampler_fleet.engines.precision import FP8_BLOCK, NVFP4_BLOCK, Weight, decode_nvfp4
+from sampler_fleet.engines.precision import (
+    FP8_BLOCK,
+    MXFP8_BLOCK,
+    NVFP4_BLOCK,
+    Weight,
+    decode_nvfp4,
+)
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -133,15 +142,26 @@ class Checkpoint:
                 scale=self.tensor(f"{module}.weight_scale_2", (), "F32").clone(),
             )
         if dtype == "F8_E4M3":
-            blocks = (math.ceil(num_outputs / FP8_BLOCK), math.ceil(num_inputs / FP8_BLOCK))
-            return Weight(
-                format=WeightFormat.FP8_BLOCK,
-                values_OxI=self.tensor(name, (num_outputs, num_inputs), "F8_E4M3").float(),
-                scale=self.tensor(f"{module}.weight_scale_inv", blocks, "F32").clone(),
-            )
+            return self._fp8(module, num_outputs, num_inputs)
         return Weight(
             format=WeightFormat.BF16, values_OxI=self.plain(name, num_outputs, num_inputs)
         )
+
+    def _fp8(self, module: str, num_outputs: int, num_inputs: int) -> Weight:
+        values_OxI = self.tensor(f"{module}.weight", (num_outputs, num_inputs), "F8_E4M3").float()
+        channel, block = f"{module}.weight_scale", f"{module}.weight_scale_inv"
+        if channel in self:
+            scale = self.tensor(channel, (num_outputs, 1), "F32").clone()
+            return Weight(format=WeightFormat.FP8_CHANNEL, values_OxI=values_OxI, scale=scale)
+        if block in self and self._entries[block].dtype == "U8":
+            exponent = (
+                self.tensor(block, (num_outputs, num_inputs // MXFP8_BLOCK), "U8").int() - 127
+            )
+            scale = torch.exp2(exponent.float()).repeat_interleave(MXFP8_BLOCK, dim=-1)
+            return Weight(format=WeightFormat.MXFP8, values_OxI=values_OxI * scale)
+        blocks = (math.ceil(num_outputs / FP8_BLOCK), math.ceil(num_inputs / FP8_BLOCK))
+        scale = self.tensor(block, blocks, "F32").clone()
+        return Weight(format=WeightFormat.FP8_BLOCK, values_OxI=values_OxI, scale=scale)
 
     def finish(self) -> None:
         """Raises BadInputError if the checkpoint has tensors that no one asked for."""

@@ -33,6 +33,7 @@ from contracts.types import KvFormat, WeightFormat
 
 FP8_BLOCK = 128
 NVFP4_BLOCK = 16
+MXFP8_BLOCK = 32
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -104,8 +105,8 @@ def decode_nvfp4(packed_OxJ: Tensor, scale_OxB: Tensor) -> Tensor:
 class Weight:
     """One decoded weight: `values` carries everything but `scale`.
 
-    `scale` is None (bf16), float32 [ceil(O/128), ceil(I/128)] (fp8-block) or a float32 scalar
-    (nvfp4); kernels apply it to the accumulator, not to the values.
+    `scale` is None (bf16, mxfp8), float32 [ceil(O/128), ceil(I/128)] (fp8-block), [O, 1]
+    (fp8-channel) or a scalar (nvfp4); kernels apply it to the accumulator, not to the values.
     """
 
     format: WeightFormat
@@ -146,8 +147,8 @@ class Linear:
         values_OxI = torch.cat([weight.values_OxI for weight in weights])
         parts = values_OxI.T.reshape(-1, part, len(values_OxI)).contiguous()
         scale = blocks = None
-        if format == WeightFormat.NVFP4:
-            columns = [_scale(w).reshape(1).expand(len(w.values_OxI)) for w in weights]
+        if format in (WeightFormat.NVFP4, WeightFormat.FP8_CHANNEL):
+            columns = [_scale(w).reshape(-1).expand(len(w.values_OxI)) for w in weights]
             scale = torch.cat(columns).reshape(1, 1, -1)
         elif format == WeightFormat.FP8_BLOCK:
             blocks = torch.arange(0, size, part) // FP8_BLOCK

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from contracts.types import WeightFormat
 from tests.weight_sync import tiny_moe
 from tools import convert_checkpoint
+from weight_sync.journal import resuming
+from weight_sync.layouts import LAYOUTS, RECIPES
+from weight_sync.safetensors_file import Checkpoint
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def run(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "fp8-block", "bf16"])
+@pytest.mark.parametrize("format", list(WeightFormat))
 def test_convert_and_verify(run, source, tmp_path, format):
     status, shown, _ = run(source, tmp_path / "out", "--format", format, "--verify")
     assert status == 0
@@ -42,18 +46,53 @@ def test_convert_and_verify(run, source, tmp_path, format):
     assert ("quantization_config" in config) == (format != "bf16")
 
 
-@pytest.mark.parametrize("recipe", ["modelopt", "4over6", "te", "ct"])
-def test_every_recipe_verifies(run, source, tmp_path, recipe):
+@pytest.mark.parametrize(("format", "recipe"), [(f, r) for f, rs in RECIPES.items() for r in rs])
+def test_every_recipe_verifies(run, source, tmp_path, format, recipe):
     target = tmp_path / "out"
-    status, shown, _ = run(source, target, "--format", "nvfp4", "--recipe", recipe, "--verify")
+    status, shown, _ = run(source, target, "--format", format, "--recipe", recipe, "--verify")
     assert (status, recipe in shown) == (0, True)
 
 
+@pytest.mark.parametrize(
+    ("format", "layout"), [(f, one) for f, all in LAYOUTS.items() for one in all]
+)
+def test_every_layout_there_and_back(run, source, tmp_path, format, layout):
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    status, shown, _ = run(source, quantized, "--format", format, "--layout", layout)
+    assert (status, format in shown, f", {layout} layout:" in shown) == (0, True, True)
+    arguments = ("--from", format, "--to", "bf16", "--dtype", "float32", "--verify")
+    status, shown, _ = run(quantized, plain, *arguments)
+    assert (status, f"{format}, {layout} layout, to float32:" in shown) == (0, True)
+    config = json.loads((plain / "config.json").read_text())
+    assert config == tiny_moe.CONFIG | {"dtype": "float32"}
+    assert set(Checkpoint(plain).tensors) == set(tiny_moe.tensors())
+
+
 def test_a_dry_run_writes_nothing(run, source, tmp_path):
-    status, shown, _ = run(source, tmp_path / "out", "--format", "nvfp4", "--dry-run")
-    assert status == 0
-    assert "nvfp4" in shown and "copy" in shown
+    assert run(source, tmp_path / "out", "--format", "nvfp4", "--dry-run")[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_dry_run_shows_what_happens_to_each_kind_of_tensor(run, source, tmp_path):
+    _, shown, _ = run(source, tmp_path / "out", "--format", "fp8-channel", "--dry-run")
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
+    table = {(row[0], row[1]): row[2:] for row in rows if row}
+    E, F, D, V = 4, 32, 64, 96
+    experts = 2 * E * 3
+    megabytes = [2 * experts * F * D / 1e6, (experts * F * D + 4 * 2 * E * (2 * F + D)) / 1e6]
+    assert table["experts", "to fp8-channel"] == [str(experts), *(f"{x:.2f}" for x in megabytes)]
+    assert table["attention", "to fp8-channel"][0] == "8"
+    size = f"{2 * V * D / 1e6:.2f}"
+    assert table["embeddings", "copy"] == table["lm_head", "copy"] == ["1", size, size]
+    assert table["routers", "copy"][0] == "2" and table["norms", "copy"][0] == "3"
+    assert len(table) == 6
+
+
+def test_a_second_conversion_to_the_same_place_is_refused(run, source, tmp_path):
+    with resuming(tmp_path / "out", "f"):
+        status, _, stderr = run(source, tmp_path / "out", "--format", "nvfp4")
+    assert (status, stderr.count("\n")) == (2, 1)
+    assert "out: another conversion is writing it" in stderr
 
 
 @pytest.mark.parametrize("flag", ["--format", "--recipe"])
@@ -88,7 +127,26 @@ def test_ignored_modules_stay(run, source, tmp_path):
         (["source", "dangling", "--format", "nvfp4"], "found a link to nowhere, where nothing is"),
         (["source", "out", "--format", "nvfp4", "--ignore", "zzz*"], "--ignore: expected globs"),
         (["nowhere", "out", "--format", "nvfp4"], "config.json"),
-        (["source", "out", "--format", "bf16", "--recipe", "te"], "--recipe: expected"),
+        (
+            ["source", "out", "--format", "bf16", "--recipe", "te"],
+            "--recipe: expected none for bf16",
+        ),
+        (["source", "out", "--format", "fp8-block", "--recipe", "te"], "expected f32 or ue8m0 for"),
+        (["source", "out", "--format", "fp8-block", "--layout", "modelopt"], "layout of fp8-block"),
+        (["source", "out", "--format", "bf16", "--layout", "modelopt"], "--layout: expected none"),
+        (["source", "out", "--from", "mxfp8", "--to", "bf16"], "expected mxfp8, found bf16"),
+        (["source", "out", "--to", "bf16", "--dtype", "float32"], "expected a quantized source"),
+        (["gptq", "out", "--to", "bf16"], "found quant_method gptq"),
+        (["lying", "out", "--to", "bf16"], "expected tensors named weight_scale, found none"),
+        (["source", "out", "--format", "nvfp4", "--prompts", "afile"], "expected --verify with it"),
+        (
+            ["source", "out", "--format", "nvfp4", "--verify", "--prompts", "x"],
+            "expected a text file",
+        ),
+        (
+            ["source", "out", "--format", "nvfp4", "--verify", "--prompts", "afile"],
+            "expected a tokenizer",
+        ),
         (["source", "out", "--format", "nvfp4", "--threads", "0"], "--threads: expected"),
         (["source", "out", "--format", "nvfp4", "--ignore", "*.up_proj"], "all parts of"),
         (["damaged", "out", "--format", "nvfp4"], "whole safetensors file"),
@@ -102,6 +160,13 @@ def test_refusals(run, source, tmp_path, monkeypatch, arguments, sentence):
     damaged = tiny_moe.write(tmp_path / "damaged") / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     tiny_moe.write(tmp_path / "narrow", tiny_moe.tensors(F=24))
+    quantizations = {
+        "gptq": {"quant_method": "gptq"},
+        "lying": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    }
+    for name, quantization in quantizations.items():
+        config = tiny_moe.CONFIG | {"quantization_config": quantization}
+        (tiny_moe.write(tmp_path / name) / "config.json").write_text(json.dumps(config))
     status, _, stderr = run(*arguments)
     assert status == 2
     assert stderr.startswith("error: ") and stderr.count("\n") == 1

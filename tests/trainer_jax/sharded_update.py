@@ -17,6 +17,7 @@ def main() -> None:
     assert jax.device_count() == 8
     cases = [
         ({"data": 2, "fsdp": 2, "tensor": 2}, LossConfig()),
+        ({"data": 4}, LossConfig()),
         ({"fsdp": 2, "expert": 2, "tensor": 2}, LossConfig(arm="sc+mis")),
     ]
     for shape, loss in cases:

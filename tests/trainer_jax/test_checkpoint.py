@@ -85,7 +85,9 @@ def test_reading_warns_of_nothing(tmp_path, caplog):
     checkpoints.save(state_of(1.0), position_of(1))
     checkpoints.close()
     read_params(tmp_path / "checkpoints" / "1")
-    assert caplog.messages == []
+    # servers of other tests may still be ending
+    ours = ("contracts", "sampler_fleet", "weight_sync", "asyncio")
+    assert [r.getMessage() for r in caplog.records if not r.name.startswith(ours)] == []
 
 
 def test_a_kill_between_saves_leaves_the_last_complete_one(tmp_path):

@@ -325,4 +325,4 @@ def test_eight_devices_make_the_same_update():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == {"meshes": 2}
+    assert json.loads(done.stdout) == {"meshes": 3}

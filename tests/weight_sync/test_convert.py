@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -13,14 +15,22 @@ from safetensors.numpy import load_file
 from contracts.errors import BadInputError
 from contracts.types import WeightFormat
 from tests.weight_sync import tiny_moe
-from weight_sync import durable
-from weight_sync.convert import Options, StoppedError, convert_directory, plan_directory
-from weight_sync.formats import bf16, fp8, nvfp4
+from weight_sync import coding, durable
+from weight_sync.convert import (
+    LEGACY_CONFIG_NAME,
+    Options,
+    StoppedError,
+    convert_directory,
+    plan_directory,
+)
+from weight_sync.formats import bf16, fp8, mxfp8, nvfp4
+from weight_sync.layouts import LAYOUTS, Layout
 from weight_sync.safetensors_file import Checkpoint, Writer
 from weight_sync.verify import compare
 
 NVFP4, FP8, BF16 = WeightFormat.NVFP4, WeightFormat.FP8_BLOCK, WeightFormat.BF16
 EXPERT = "model.layers.1.mlp.experts.2"
+STORED = [(format, layout) for format, known in LAYOUTS.items() for layout in known]
 
 
 @pytest.fixture
@@ -68,6 +78,188 @@ def test_fp8_directory(source, tmp_path):
         expected = fp8.encode(as_bits(before[f"{module}.weight"]), name="x")
         assert after[f"{module}.weight"] == expected.codes.tobytes()
         assert after[f"{module}.weight_scale_inv"] == expected.scale_inv.tobytes()
+
+
+def test_eight_bits_per_row_and_per_block_of_32(source, tmp_path):
+    before = tiny_moe.tensors()
+    for format, scale_name in (
+        (WeightFormat.FP8_CHANNEL, "scale"),
+        (WeightFormat.MXFP8, "scale_inv"),
+    ):
+        convert_directory(source, tmp_path / format, Options(format=format))
+        after = read_bytes(tmp_path / format)
+        for module in (f"{EXPERT}.down_proj", "model.layers.0.self_attn.o_proj"):
+            bits = as_bits(before[f"{module}.weight"])
+            is_channel = format == WeightFormat.FP8_CHANNEL
+            expected = (
+                fp8.encode_channel(bits, name="x") if is_channel else mxfp8.encode(bits, name="x")
+            )
+            assert after[f"{module}.weight"] == expected.codes.tobytes()
+            assert after[f"{module}.weight_{scale_name}"] == expected.scale.tobytes()
+
+
+def test_power_of_two_block_scales(source, tmp_path):
+    convert_directory(source, tmp_path / "out", Options(format=FP8, recipe="ue8m0"))
+    scale = Checkpoint(tmp_path / "out").array_of(f"{EXPERT}.down_proj.weight_scale_inv")
+    assert (np.frexp(scale)[0] == 0.5).all()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["scale_fmt"] == "ue8m0"
+
+
+@pytest.mark.parametrize("recipe", ["modelopt", "ct"])
+def test_a_dense_model_shares_global_scales_of_fused_projections(tmp_path, recipe):
+    source = tiny_moe.write(tmp_path / "source", tiny_moe.dense_tensors())
+    options = Options(format=NVFP4, recipe=recipe, layout=Layout.COMPRESSED_TENSORS)
+    convert_directory(source, tmp_path / "out", options)
+    after = read_bytes(tmp_path / "out")
+    for parts in (("self_attn.q", "self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")):
+        modules = [f"model.layers.1.{part}_proj" for part in parts]
+        assert len({after[f"{module}.weight_global_scale"] for module in modules}) == 1
+        assert all(f"{module}.weight_packed" in after for module in modules)
+    assert after["model.layers.1.self_attn.q_proj.bias"]
+
+
+def decoded_by_hand(directory: Path, plan) -> dict[str, np.ndarray]:
+    """Each quantized matrix of a plan's outputs as float32."""
+    checkpoint = Checkpoint(directory)
+    return {
+        specs[0].name.rpartition(".")[0]: coding.decode(
+            action.storage, [checkpoint.array_of(spec.name) for spec in specs]
+        )
+        for action in plan.actions
+        if action.storage
+        for specs in action.outputs
+    }
+
+
+@pytest.mark.parametrize(("format", "layout"), STORED)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_quantized_directory_decodes_to_a_plain_one(source, tmp_path, format, layout, threads):
+    plan = convert_directory(source, tmp_path / "q", Options(format=format, layout=layout))
+    expected = decoded_by_hand(tmp_path / "q", plan)
+    (tmp_path / "q" / LEGACY_CONFIG_NAME).write_text("{}")  # what engines must not find afterwards
+    for dtype in ("BF16", "F32"):
+        options = Options(format=BF16, source_format=format, dtype=dtype, threads=threads)
+        target = tmp_path / dtype
+        convert_directory(tmp_path / "q", target, options)
+        after = Checkpoint(target)
+        assert set(after.tensors) == set(tiny_moe.tensors())
+        assert {header.dtype for header in after.tensors.values()} == {dtype}
+        for module, matrix in expected.items():
+            stored = after.array_of(f"{module}.weight")
+            wanted = bf16.round_from(matrix) if dtype == "BF16" else matrix
+            np.testing.assert_array_equal(stored, wanted)
+        name = {"BF16": "bfloat16", "F32": "float32"}[dtype]
+        config = json.loads((target / "config.json").read_text())
+        assert config == tiny_moe.CONFIG | {"dtype": name}
+        assert not (target / LEGACY_CONFIG_NAME).exists()
+        assert not [*verify(tmp_path / "q", target, options)]
+
+
+def verify(source: Path, converted: Path, options: Options) -> list:
+    plan, checkpoint = plan_directory(source, options)
+    return [
+        error for batch, _ in compare(plan, checkpoint, Checkpoint(converted)) for error in batch
+    ]
+
+
+def test_modelopts_own_config_file_is_read_where_config_json_says_nothing(source, tmp_path):
+    convert_directory(source, tmp_path / "q", Options(format=NVFP4))
+    (tmp_path / "q" / "config.json").write_text(json.dumps(tiny_moe.CONFIG))
+    legacy = {"producer": {}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "q" / LEGACY_CONFIG_NAME).write_text(json.dumps(legacy))
+    convert_directory(tmp_path / "q", tmp_path / "out", Options(format=BF16))
+    assert set(read_bytes(tmp_path / "out")) == set(tiny_moe.tensors())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (Options(format=FP8), "bf16 comes first, found nvfp4"),
+        (Options(format=BF16, source_format=FP8), "expected fp8-block, found nvfp4"),
+        (Options(format=BF16, ignore=("*",)), "modules to ignore, found nvfp4"),
+    ],
+)
+def test_what_a_quantized_source_cannot_become_is_refused(source, tmp_path, options, sentence):
+    convert_directory(source, tmp_path / "q", Options(format=NVFP4))
+    with pytest.raises(BadInputError, match=sentence):
+        convert_directory(tmp_path / "q", tmp_path / "out", options)
+
+
+def test_a_stored_nan_is_refused_by_name(source, tmp_path):
+    convert_directory(source, tmp_path / "q", Options(format=FP8))
+    name = f"{EXPERT}.up_proj.weight"
+    start = Checkpoint(tmp_path / "q").tensors[name].start
+    path = tmp_path / "q" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[start] = 0x7F
+    path.write_bytes(data)
+    with pytest.raises(BadInputError, match=rf"tensor {name}: .*found 1 NaN or infinite of 2048"):
+        convert_directory(tmp_path / "q", tmp_path / "out", Options(format=BF16))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", list(WeightFormat))
+def test_a_source_whose_tensors_are_not_aligned(source, tmp_path, format):
+    convert_directory(source, tmp_path / "out", Options(format=format))
+    expected = read_bytes(tmp_path / "out")
+    path = source / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    shifted = (length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :]
+    path.write_bytes(shifted)
+    convert_directory(source, tmp_path / "shifted", Options(format=format))
+    assert read_bytes(tmp_path / "shifted") == expected
+
+
+def test_what_a_plain_source_is_not_is_refused(source, tmp_path):
+    with pytest.raises(BadInputError, match="expected nvfp4, found bf16"):
+        plan_directory(source, Options(format=BF16, source_format=NVFP4))
+    with pytest.raises(BadInputError, match="quantized source to decode to F32, found bf16"):
+        plan_directory(source, Options(format=BF16, dtype="F32"))
+    (source / "config.json").write_text('{"quantization_config": [1]}')
+    with pytest.raises(BadInputError, match="that is an object"):
+        plan_directory(source, Options(format=BF16))
+
+
+_CHILD = """
+import sys
+from pathlib import Path
+from contracts.types import WeightFormat
+from weight_sync.convert import Options, convert_directory
+
+def peak_kib():
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
+
+small, large, out = map(Path, sys.argv[1:4])
+options = Options(format=WeightFormat(sys.argv[4]))
+for source in (small, large):
+    before = peak_kib()
+    convert_directory(source, out / source.name, options)
+print(peak_kib() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("format", "most_mib"), [(NVFP4, 24), (FP8, 24), (BF16, 80)])
+def test_memory_is_bounded_by_the_largest_matrix(tmp_path, format, most_mib):
+    """Of 200 MB in fused tensors of 64 and 32 MiB, whose matrices have 1 MiB; copies are whole."""
+    small = tiny_moe.write(tmp_path / "small")
+    E, F, D = 32, 512, 1024
+    noise = np.random.default_rng(0).standard_normal(2 * F * D).astype(ml_dtypes.bfloat16)
+    arrays = {}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        arrays[f"{prefix}.gate_up_proj"] = np.broadcast_to(noise.reshape(2 * F, D), (E, 2 * F, D))
+        arrays[f"{prefix}.down_proj"] = np.broadcast_to(noise[: F * D].reshape(D, F), (E, D, F))
+    arrays["model.embed_tokens.weight"] = noise.reshape(2 * F, D)
+    large = tiny_moe.write(tmp_path / "large", {k: v.copy() for k, v in arrays.items()})
+    assert (large / "model.safetensors").stat().st_size > 200e6
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-c", _CHILD, small, large, tmp_path / "out", format]
+    grown_kib = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert grown_kib < most_mib * 1024
 
 
 def test_bf16_directory_is_the_source(source, tmp_path):
@@ -182,13 +374,12 @@ def test_a_directory_without_config_is_no_checkpoint(tmp_path):
         plan_directory(tmp_path, Options(format=NVFP4))
 
 
-@pytest.mark.parametrize("format", [NVFP4, FP8, BF16])
+@pytest.mark.parametrize("format", list(WeightFormat))
 def test_verification_accepts_what_was_converted(source, tmp_path, format):
-    plan = convert_directory(source, tmp_path / "out", Options(format=format))
-    errors = list(compare(plan, Checkpoint(source), Checkpoint(tmp_path / "out")))
-    flat = [error for batch, _ in errors for error in batch]
-    assert all(error.share_of_bound <= 1 for error in flat)
-    assert {e.relative_rms > 0.001 for e in flat} == (set() if format == BF16 else {True})
+    convert_directory(source, tmp_path / "out", Options(format=format))
+    errors = verify(source, tmp_path / "out", Options(format=format))
+    assert all(error.share_of_bound <= 1 for error in errors)
+    assert {e.relative_rms > 0.001 for e in errors} == (set() if format == BF16 else {True})
 
 
 def test_verification_finds_a_wrong_code_and_a_wrong_copy(source, tmp_path):

@@ -8,10 +8,13 @@ import pytest
 
 from contracts.errors import BadInputError
 from contracts.types import WeightFormat
-from weight_sync.plan import Kind, plan_conversion
+from weight_sync.layouts import Layout, Storage
+from weight_sync.plan import Kind, plan_conversion, plan_decoding
 from weight_sync.safetensors_file import DTYPE_BYTES, TensorHeader
 
 NVFP4, FP8, BF16 = WeightFormat.NVFP4, WeightFormat.FP8_BLOCK, WeightFormat.BF16
+EIGHT_BITS = [WeightFormat.FP8_BLOCK, WeightFormat.FP8_CHANNEL, WeightFormat.MXFP8]
+QUANTIZED = [NVFP4, *EIGHT_BITS]
 
 
 def headers(shapes: dict[str, tuple[int, ...]], dtype: str = "BF16") -> dict[str, TensorHeader]:
@@ -50,25 +53,36 @@ MODEL = headers(
 )
 
 
-def quantized(plan, kind: Kind) -> set[str]:
+def quantized(plan, kind: Kind = Kind.ENCODE) -> set[str]:
     return {
         region.tensor for action in plan.actions if action.kind == kind for region in action.sources
     }
 
 
+def sharing(plan) -> list[set[str]]:
+    """The matrices of each global scale that several share."""
+    return [
+        {region.tensor for region in action.sources}
+        for action in plan.actions
+        if action.kind == Kind.ENCODE and len(action.sources) > 1
+    ]
+
+
 def test_nvfp4_takes_only_experts_and_lists_every_other_linear():
     plan = plan_conversion({}, MODEL, format=NVFP4)
-    assert quantized(plan, Kind.NVFP4) == {*expert(index=0), *expert(index=1)}
+    assert quantized(plan) == {*expert(index=0), *expert(index=1)}
     assert plan.config["quantization_config"]["ignore"] == [
         "lm_head",
         "model.layers.0.mlp.gate",
         "model.layers.0.mlp.shared_expert.gate_proj",
+        "model.layers.0.mlp.shared_expert.gate_up_proj",
         "model.layers.0.self_attn.k_proj",
         "model.layers.0.self_attn.o_proj",
         "model.layers.0.self_attn.q_proj",
         "model.layers.0.self_attn.qkv_proj",
         "model.layers.0.self_attn.v_proj",
         "model.visual.blocks.0.attn.qkv",
+        "model.visual.blocks.0.attn.qkv_proj",
         "mtp.layers.0.mlp.experts",
         "mtp.layers.0.mlp.experts.0.gate_proj",
     ]
@@ -76,13 +90,8 @@ def test_nvfp4_takes_only_experts_and_lists_every_other_linear():
 
 def test_nvfp4_shares_a_global_scale_between_gate_and_up_of_one_expert_only():
     plan = plan_conversion({}, MODEL, format=NVFP4)
-    sharing = [
-        {region.tensor for region in action.sources}
-        for action in plan.actions
-        if action.kind == Kind.NVFP4 and len(action.sources) > 1
-    ]
     prefix = "model.layers.0.mlp.experts"
-    assert sharing == [
+    assert sharing(plan) == [
         {f"{prefix}.{e}.gate_proj.weight", f"{prefix}.{e}.up_proj.weight"} for e in (0, 1)
     ]
 
@@ -97,15 +106,20 @@ def test_nvfp4_result_has_the_modelopt_layout():
         f"{module}.weight_scale_2": ("F32", ()),
         f"{module}.input_scale": ("F32", ()),
     }
-    untouched = MODEL.keys() - quantized(plan, Kind.NVFP4)
+    untouched = MODEL.keys() - quantized(plan)
     assert untouched <= {spec.name for spec in plan.outputs}
 
 
-def test_fp8_takes_attention_and_experts():
-    plan = plan_conversion({}, MODEL, format=FP8)
+@pytest.mark.parametrize("format", EIGHT_BITS)
+def test_eight_bits_take_attention_and_experts(format):
+    plan = plan_conversion({}, MODEL, format=format)
     attention = {f"model.layers.0.self_attn.{p}_proj.weight" for p in "qkvo"}
-    assert quantized(plan, Kind.FP8_BLOCK) == {*attention, *expert(index=0), *expert(index=1)}
-    ignored = plan.config["quantization_config"]["modules_to_not_convert"]
+    assert quantized(plan) == {*attention, *expert(index=0), *expert(index=1)}
+    config = plan.config["quantization_config"]
+    key = {FP8: "modules_to_not_convert", WeightFormat.MXFP8: "ignored_layers"}.get(
+        format, "ignore"
+    )
+    ignored = config[key]
     assert "model.layers.0.self_attn.qkv_proj" not in ignored
     assert {"lm_head", "model.layers.0.mlp.gate"} <= set(ignored)
     scale = next(s for s in plan.outputs if s.name == "lm_head.weight")
@@ -120,15 +134,78 @@ def test_fp8_rounds_the_number_of_blocks_up(N, K, expected):
     assert (scale.dtype, scale.shape) == ("F32", expected)
 
 
-def test_fp8_takes_a_dense_model():
-    shapes = {f"model.layers.0.mlp.{p}_proj.weight": (32, 64) for p in ("gate", "up", "down")}
-    plan = plan_conversion({}, headers(shapes), format=FP8)
-    assert quantized(plan, Kind.FP8_BLOCK) == set(shapes)
+def dense(prefix: str = "model.layers.0") -> dict[str, tuple[int, ...]]:
+    shapes = {
+        **{f"self_attn.{p}_proj": (64, 64) for p in "qo"},
+        **{f"self_attn.{p}_proj": (32, 64) for p in "kv"},
+        **{f"mlp.{p}_proj": (128, 64) for p in ("gate", "up")},
+        "mlp.down_proj": (64, 128),
+    }
+    return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("prefix", ["model.layers.0", "model.language_model.layers.11"])
+def test_every_format_takes_the_layers_of_a_dense_model(format, prefix):
+    others = {
+        "model.embed_tokens.weight": (96, 64),
+        f"{prefix}.input_layernorm.weight": (64,),
+        f"{prefix}.self_attn.q_proj.bias": (64,),
+        "lm_head.weight": (96, 64),
+    }
+    plan = plan_conversion({}, headers(dense(prefix) | others), format=format)
+    assert quantized(plan) == set(dense(prefix))
+    assert others.keys() <= {spec.name for spec in plan.outputs}
+
+
+def test_nvfp4_shares_global_scales_of_what_engines_fuse_in_a_dense_model():
+    plan = plan_conversion({}, headers(dense()), format=NVFP4)
+    layer = "model.layers.0"
+    assert sharing(plan) == [
+        {f"{layer}.self_attn.{p}_proj.weight" for p in "qkv"},
+        {f"{layer}.mlp.{p}_proj.weight" for p in ("gate", "up")},
+    ]
+
+
+def test_qwen3_5_names_are_all_listed_in_both_forms():
+    """Names of Qwen3.5-MoE: linear attention beside attention, shared expert, MTP, vision."""
+    layer = "model.language_model.layers.3"
+    linear = {
+        f"{layer}.linear_attn.{p}": (64, 64)
+        for p in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
+    } | {f"{layer}.mlp.shared_expert.{p}_proj": (64, 64) for p in ("gate", "up", "down")}
+    linear |= {f"{layer}.mlp.gate": (2, 64), f"{layer}.mlp.shared_expert_gate": (1, 64)}
+    linear |= {"mtp.fc": (64, 128), "mtp.layers.0.self_attn.q_proj": (64, 64)}
+    linear |= {"model.visual.blocks.0.attn.qkv": (96, 32)}
+    linear |= {"model.visual.blocks.0.mlp.linear_fc1": (64, 32)}
+    shapes = {f"{module}.weight": shape for module, shape in linear.items()}
+    shapes |= {
+        f"{layer}.linear_attn.conv1d.weight": (64, 1, 4),
+        f"{layer}.linear_attn.A_log": (4,),
+        f"{layer}.linear_attn.norm.weight": (16,),
+        f"{layer}.mlp.experts.gate_up_proj": (2, 64, 64),
+        f"{layer}.mlp.experts.down_proj": (2, 64, 32),
+        "mtp.layers.0.mlp.experts.gate_up_proj": (2, 64, 64),
+    }
+    plan = plan_conversion({}, headers(shapes), format=NVFP4)
+    assert quantized(plan) == {f"{layer}.mlp.experts.{p}_proj" for p in ("gate_up", "down")}
+    ignored = plan.config["quantization_config"]["ignore"]
+    fused = {
+        f"{layer}.linear_attn.in_proj_qkvz",
+        f"{layer}.linear_attn.in_proj_ba",
+        f"{layer}.linear_attn.conv1d",
+        f"{layer}.mlp.shared_expert.gate_up_proj",
+        "mtp.layers.0.self_attn.qkv_proj",
+        "mtp.layers.0.mlp.experts",
+        "model.visual.blocks.0.attn.qkv_proj",
+        "lm_head",
+    }
+    assert set(ignored) == {*linear, *fused}
 
 
 def test_ignored_modules_stay():
     plan = plan_conversion({}, MODEL, format=FP8, ignore=["*.self_attn.*"])
-    assert quantized(plan, Kind.FP8_BLOCK) == {*expert(index=0), *expert(index=1)}
+    assert quantized(plan) == {*expert(index=0), *expert(index=1)}
     ignored = plan.config["quantization_config"]["modules_to_not_convert"]
     assert {"model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.o_proj"} <= set(ignored)
 
@@ -166,14 +243,37 @@ def test_nvfp4_refuses_columns_that_blocks_do_not_fill(K):
 def test_nvfp4_refuses_a_gate_without_its_up():
     shapes = expert()
     del shapes["model.layers.0.mlp.experts.0.up_proj.weight"]
-    with pytest.raises(BadInputError, match="both halves"):
+    with pytest.raises(BadInputError, match=r"all 2 parts of .*experts\.0\.gate_up_proj"):
         plan_conversion({}, headers(shapes), format=NVFP4)
 
 
-def test_a_model_without_experts_is_refused_for_nvfp4():
-    shapes = {"model.layers.0.self_attn.q_proj.weight": (32, 64)}
-    with pytest.raises(BadInputError, match=r"experts.*found none"):
-        plan_conversion({}, headers(shapes), format=NVFP4)
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_a_model_with_nothing_to_quantize_is_refused(format):
+    shapes = {"transformer.h.0.attn.c_attn.weight": (32, 64), "lm_head.weight": (96, 64)}
+    with pytest.raises(BadInputError, match=r"projections, found none of that kind among 2"):
+        plan_conversion({}, headers(shapes), format=format)
+
+
+def test_mxfp8_refuses_columns_that_blocks_do_not_fill():
+    name = "model.layers.0.self_attn.o_proj.weight"
+    with pytest.raises(BadInputError, match=r"o_proj.*multiples of 32, found 48"):
+        plan_conversion({}, headers({name: (64, 48)}), format=WeightFormat.MXFP8)
+
+
+@pytest.mark.parametrize(
+    ("format", "layout"),
+    [(FP8, Layout.MODELOPT), (WeightFormat.FP8_CHANNEL, Layout.DEEPSEEK), (NVFP4, Layout.SGLANG)],
+)
+def test_a_layout_that_a_format_does_not_have_is_refused(format, layout):
+    with pytest.raises(BadInputError, match=f"layout of {format}"):
+        plan_conversion({}, MODEL, format=format, layout=layout)
+
+
+def test_an_unknown_recipe_is_refused_and_one_of_another_format_passed_over():
+    assert plan_conversion({}, MODEL, format=FP8, recipe="te").recipe == "f32"
+    assert plan_conversion({}, MODEL, format=NVFP4, recipe="te").recipe == "te"
+    with pytest.raises(BadInputError, match=r"recipe: expected .*modelopt, .*found int3"):
+        plan_conversion({}, MODEL, format=NVFP4, recipe="int3")
 
 
 def test_a_quantized_source_is_refused():
@@ -192,3 +292,60 @@ def test_bf16_rounds_float32_matrices_and_keeps_vectors():
         "model.norm.weight": "F32",
     }
     assert plan.config == {"dtype": "bfloat16"}
+
+
+CHANNEL = Storage(format=WeightFormat.FP8_CHANNEL, layout=Layout.COMPRESSED_TENSORS)
+
+
+def stored(**changes: tuple[str, tuple[int, ...]] | None) -> dict[str, TensorHeader]:
+    """A module in CHANNEL's storage, with parts replaced or left out."""
+    parts = {"weight": ("F8_E4M3", (32, 64)), "weight_scale": ("F32", (32, 1))}
+    result: dict[str, TensorHeader] = {}
+    for part, given in (parts | changes).items():
+        if given is not None:
+            result |= headers({f"a.b.{part}": given[1]}, given[0])
+    return result
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_decoding_gives_plain_names_and_leaves_out_scales_of_activations(dtype):
+    tensors = stored(input_scale=("F32", ())) | headers(
+        {"a.k_proj.k_scale": (), "lm_head.weight": (96, 64), "norm.weight": (64,)}
+    )
+    config = {
+        "dtype": "float16",
+        "text_config": {"dtype": "float16", "x": 1},
+        "quantization_config": {},
+    }
+    plan = plan_decoding(config, tensors, stored=CHANNEL, dtype=dtype)
+    assert {s.name: (s.dtype, s.shape) for s in plan.outputs} == {
+        "a.b.weight": (dtype, (32, 64)),
+        "lm_head.weight": (dtype, (96, 64)),
+        "norm.weight": (dtype, (64,)),
+    }
+    name = {"F32": "float32", "BF16": "bfloat16"}[dtype]
+    assert plan.config == {"dtype": name, "text_config": {"dtype": name, "x": 1}}
+    assert quantized(plan, Kind.DROP) == {"a.b.input_scale", "a.k_proj.k_scale"}
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_decoding_takes_the_scales_of_other_writers(dtype):
+    plan = plan_decoding({}, stored(weight_scale=(dtype, (32, 1))), stored=CHANNEL)
+    assert [spec.name for spec in plan.outputs] == ["a.b.weight"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"weight": None}, r"expected a\.b\.weight, found only a\.b\.weight_scale"),
+        ({"weight_scale": None}, "expected tensors named weight_scale, found none"),
+        ({"weight_scale": ("F32", (31, 1))}, r"weight_scale: expected F32 \(32, 1\)"),
+        ({"weight_scale": ("I32", (32, 1))}, r"found I32"),
+        ({"weight": ("U8", (32, 64))}, r"a\.b\.weight: expected F8_E4M3"),
+        ({"weight": ("F8_E4M3", (2048,))}, "expected a matrix"),
+        ({"other": ("F8_E4M3", (32, 64))}, r"a\.b\.other: expected .*found F8_E4M3 alone"),
+    ],
+)
+def test_decoding_refuses_parts_that_do_not_fit(changes, sentence):
+    with pytest.raises(BadInputError, match=sentence):
+        plan_decoding({}, stored(**changes), stored=CHANNEL)

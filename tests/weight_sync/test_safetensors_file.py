@@ -47,6 +47,34 @@ def test_bytes_depend_on_neither_order_nor_time(tmp_path):
     assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
 
 
+def test_a_file_that_is_resumed_keeps_its_tensors(tmp_path):
+    write(tmp_path / "whole", list(ARRAYS))
+    specs = [
+        TensorSpec(name=name, dtype=DTYPES[a.dtype.name], shape=a.shape, file="x")
+        for name, a in ARRAYS.items()
+    ]
+    for names in (["z.weight", "empty"], ["a.scale", "b.codes"]):
+        writer = Writer(tmp_path / "x", specs, resumes=True)
+        for name in names:
+            writer.write(name, ARRAYS[name])
+        writer.flush()
+        writer.close()
+    assert (tmp_path / "x").read_bytes() == (tmp_path / "whole").read_bytes()
+    with pytest.raises(FileExistsError):
+        Writer(tmp_path / "x", specs)
+
+
+def test_arrays_have_the_shape_of_their_tensor_and_survive_a_release(tmp_path):
+    write(tmp_path / "x.safetensors", list(ARRAYS))
+    checkpoint = Checkpoint(tmp_path)
+    for name, array in ARRAYS.items():
+        found = checkpoint.array_of(name)
+        np.testing.assert_array_equal(found, array, strict=True)
+        checkpoint.release(name)
+        checkpoint.release(name, 1, 2)
+        np.testing.assert_array_equal(found, array)
+
+
 def test_every_tensor_is_aligned_to_its_elements(tmp_path):
     write(tmp_path / "x.safetensors", list(ARRAYS))
     headers = read_headers(tmp_path / "x.safetensors")

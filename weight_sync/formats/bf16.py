@@ -18,6 +18,9 @@ def widen(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+MAGNITUDES = widen(np.arange(INFINITY, dtype=np.uint16))  # float32, of each finite magnitude
+
+
 def round_from(values: np.ndarray) -> np.ndarray:
     """float32 or float16 to uint16 bits, to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)

@@ -15,7 +15,7 @@ from numba import njit
 
 _BLOCK = 16  # elements of an NVFP4 block
 _CHUNK = 64  # NVFP4 blocks at a time
-_U8, _U16, _U32 = np.uint8, np.uint16, np.uint32
+_U8, _U16, _U32, _F32 = np.uint8, np.uint16, np.uint32, np.float32
 _MAGNITUDE = np.uint16(0x7FFF)
 
 # Division as IEEE 754 has it, without an exception; compiled code is kept beside this file.
@@ -133,36 +133,57 @@ def squared_errors(
 @_compiled
 def encode_e4m3(
     bits: np.ndarray,
-    scales: np.ndarray,
-    block: int,
+    block: tuple[int, int],
+    scale_of: np.ndarray,
     codes: np.ndarray,
+    amax: np.ndarray,
 ) -> None:
-    """Rows of BF16 to E4M3(x / scale), to nearest, ties to even.
+    """BF16 to E4M3(x / scale), to nearest, ties to even, with a scale for each block of a matrix.
 
-    bits: uint16 [N, K]. scales: float32 [ceil(N / block), ceil(K / block)]. codes: uint8 [N, K], is
-    written. Quotients must lie within [-448, 448] but for rounding.
+    bits: uint16 [N, K]. block: its rows and columns; those at the edges are cropped. scale_of:
+    float32 [32768], of each block amax; quotients must lie within [-448, 448] but for rounding.
+    codes: uint8 [N, K] and amax: uint16 [ceil(N / rows), ceil(K / columns)], the largest magnitude
+    of each block, are written.
     """
     num_rows, num_columns = bits.shape
-    wide = np.empty(block, np.uint32)
-    x = wide.view(np.float32)
-    small = np.empty(block, np.float32)
-    shifted = small.view(np.uint32)
-    for row in range(num_rows):
-        for start in range(0, num_columns, block):
-            num = min(block, num_columns - start)
-            scale = scales[row // block, start // block]
-            source = bits[row, start : start + num]
-            target = codes[row, start : start + num]
-            for i in range(num):
-                wide[i] = _U32(source[i] & _MAGNITUDE) << _U32(16)
-            for i in range(num):
-                x[i] = x[i] / scale
-            for i in range(num):
-                small[i] = x[i] + np.float32(16384)  # from here on float32 has units of 2^-9
-            for i in range(num):
-                m = wide[i]
-                # almost half a unit in the last place, minus the difference of the biases
-                normal = _U32(m + _U32((m >> _U32(20)) & _U32(1)) + _U32(0xC407FFFF)) >> _U32(20)
-                subnormal = _U32(shifted[i] - _U32(0x46800000))
-                code = normal if m >= _U32(0x3C800000) else subnormal  # 2^-6, the smallest normal
-                target[i] = _U8(code | _U32(_U32(source[i] >> _U16(8)) & _U32(0x80)))
+    rows, columns = block
+    of_column = np.empty(num_columns, np.uint16)
+    for top in range(0, num_rows, rows):
+        bottom = min(top + rows, num_rows)
+        of_block = amax[top // rows]
+        # Whole rows, one after the other: memory likes that more than block by block.
+        of_column[:] = 0
+        for row in range(top, bottom):
+            source = bits[row]
+            for i in range(num_columns):
+                of_column[i] = max(of_column[i], _U16(source[i] & _MAGNITUDE))
+        for b in range(len(of_block)):
+            of_block[b] = _largest(of_column[b * columns : min((b + 1) * columns, num_columns)])
+        for row in range(top, bottom):
+            for b in range(len(of_block)):
+                start, end = b * columns, min((b + 1) * columns, num_columns)
+                _encode_e4m3(
+                    bits[row, start:end], _F32(scale_of[of_block[b]]), codes[row, start:end]
+                )
+
+
+@njit(inline="always")
+def _largest(magnitudes: np.ndarray) -> np.uint16:
+    largest = _U16(0)
+    for i in range(len(magnitudes)):
+        largest = max(largest, magnitudes[i])
+    return largest
+
+
+@njit(inline="always")
+def _encode_e4m3(source: np.ndarray, scale: np.float32, target: np.ndarray) -> None:
+    for i in range(len(source)):
+        x = _U32(_U32(source[i] & _MAGNITUDE) << _U32(16)).view(np.float32)
+        quotient = _F32(x / scale)
+        m = quotient.view(np.uint32)
+        # almost half a unit in the last place, minus the difference of the biases
+        normal = _U32(m + _U32((m >> _U32(20)) & _U32(1)) + _U32(0xC407FFFF)) >> _U32(20)
+        # from 2^14 on float32 has units of 2^-9
+        subnormal = _U32(_F32(quotient + _F32(16384)).view(np.uint32) - _U32(0x46800000))
+        code = normal if m >= _U32(0x3C800000) else subnormal  # 2^-6, the smallest normal
+        target[i] = _U8(code | _U32(_U32(source[i] >> _U16(8)) & _U32(0x80)))

@@ -141,24 +141,40 @@ def _arithmetics(recipe: Recipe, amax: np.float32) -> list[_Arithmetic]:
     return [one[recipe](amax)]
 
 
-class _Tables(NamedTuple):
+class Candidate(NamedTuple):
     """An arithmetic as `kernels.encode_nvfp4` takes it."""
 
-    code_of: np.ndarray  # uint8 [32768]
-    thresholds: np.ndarray  # uint16 [128, 8]
+    code_of: np.ndarray  # uint8 [32768], the scale code of each block amax
+    # uint16 [128, 8], under each scale code: where a negative element starts to keep its sign, and
+    # the smallest magnitudes of index 1 to 7
+    thresholds: np.ndarray
 
     @staticmethod
-    def of(arithmetic: _Arithmetic) -> _Tables:
+    def of(arithmetic: _Arithmetic) -> Candidate:
         code_of = np.zeros(0x8000, np.uint8)
-        code_of[: bf16.INFINITY] = arithmetic.block_scale(_MAGNITUDES.copy())
+        code_of[: bf16.INFINITY] = arithmetic.block_scale(bf16.MAGNITUDES.copy())
         zero = _F(0) if arithmetic.keeps_negative_zero else np.finfo(np.float32).smallest_subnormal
         scale = arithmetic.factor if arithmetic.divisor is None else arithmetic.divisor
         assert scale is not None
         steps = np.concatenate([[zero], _STEPS]).astype(np.float32)
-        return _Tables(code_of, kernels.thresholds(scale, arithmetic.divisor is not None, steps))
+        return Candidate(code_of, kernels.thresholds(scale, arithmetic.divisor is not None, steps))
 
 
-_MAGNITUDES = bf16.widen(np.arange(bf16.INFINITY, dtype=np.uint16))
+class Tables(NamedTuple):
+    """A recipe for one global scale, as integers to look up."""
+
+    candidates: tuple[Candidate, ...]  # of each block the one with the smaller error, or the first
+    global_scale: np.float32
+    unit: np.float32  # elements times this are compared with codes for the error
+
+
+def tables(amax: np.float32, recipe: Recipe) -> Tables:
+    """The tables of a tensor whose largest magnitude is `amax`."""
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
+        arithmetics = _arithmetics(recipe, _F(amax))
+        global_scale = arithmetics[0].global_scale
+        unit = min(_F(1) / global_scale, _LARGEST)
+        return Tables(tuple(map(Candidate.of, arithmetics)), global_scale, unit)
 
 
 def encode(
@@ -180,17 +196,15 @@ def encode(
     bits = np.ascontiguousarray(bits_NxK).reshape(-1)
     packed = np.empty(bits.size // 2, np.uint8)
     block_scale = np.empty(bits.size // BLOCK, np.uint8)
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
-        first, *second = _arithmetics(recipe, _F(amax))
-        kernels.encode_nvfp4(bits, *_Tables.of(first), packed, block_scale)
-        if second:
-            unit = min(_F(1) / first.global_scale, _LARGEST)
-            _take_better(bits, packed, block_scale, _Tables.of(*second), unit)
-    return NvFp4(packed.reshape(N, K // 2), block_scale.reshape(N, K // BLOCK), first.global_scale)
+    (first, *second), global_scale, unit = tables(amax, recipe)
+    kernels.encode_nvfp4(bits, *first, packed, block_scale)
+    if second:
+        _take_better(bits, packed, block_scale, second[0], unit)
+    return NvFp4(packed.reshape(N, K // 2), block_scale.reshape(N, K // BLOCK), global_scale)
 
 
 def _take_better(
-    bits: np.ndarray, packed: np.ndarray, codes: np.ndarray, tables: _Tables, unit: np.float32
+    bits: np.ndarray, packed: np.ndarray, codes: np.ndarray, second: Candidate, unit: np.float32
 ) -> None:
     """Overwrites the blocks whose squared error is smaller under the second candidate."""
     for start in range(0, len(codes), _CHUNK_BLOCKS):
@@ -198,7 +212,7 @@ def _take_better(
         x = bits[start * BLOCK : (start + num) * BLOCK]
         own = packed[start * 8 : (start + num) * 8], codes[start : start + num]
         other = np.empty(num * 8, np.uint8), np.empty(num, np.uint8)
-        kernels.encode_nvfp4(x, *tables, *other)
+        kernels.encode_nvfp4(x, *second, *other)
         errors = np.empty((2, num), np.float32)
         for (nibbles, scales), error in zip((own, other), errors, strict=True):
             kernels.squared_errors(x, nibbles, scales, VALUES, fp8.VALUES, unit, error)

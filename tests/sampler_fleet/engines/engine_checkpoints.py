@@ -112,6 +112,28 @@ def fp8_slow(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
+def fp8_channel_slow(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 codes and one float32 multiplier per row."""
+    w = weight.float()
+    scale = torch.stack([row.abs().max() / 448 for row in w]).unsqueeze(1)
+    return (w / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def mxfp8_slow(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 codes and the exponent plus 127 of one power of two per row and 32 columns."""
+    w = weight.float().unflatten(1, (-1, 32))
+    exponent = torch.ceil(torch.log2(w.abs().amax(-1, keepdim=True) / 448))
+    codes = (w / torch.exp2(exponent)).to(torch.float8_e4m3fn).flatten(1)
+    return codes, (exponent + 127).to(torch.uint8).squeeze(-1)
+
+
+_FP8_SLOW = {
+    WeightFormat.FP8_BLOCK: (fp8_slow, "weight_scale_inv"),
+    WeightFormat.FP8_CHANNEL: (fp8_channel_slow, "weight_scale"),
+    WeightFormat.MXFP8: (mxfp8_slow, "weight_scale_inv"),
+}
+
+
 def convert_slow(tensors: Tensors, format: WeightFormat) -> Tensors:
     """NVFP4: the experts; FP8: all linear modules but the router and the head."""
     converted: Tensors = {}
@@ -124,8 +146,9 @@ def convert_slow(tensors: Tensors, format: WeightFormat) -> Tensors:
             converted[f"{module}.weight_scale"] = scale
             converted[f"{module}.weight_scale_2"] = torch.tensor(scale_2)
             converted[f"{module}.input_scale"] = torch.tensor(1.0)
-        elif format == WeightFormat.FP8_BLOCK and (expert or module.endswith("_proj")):
-            converted[name], converted[f"{module}.weight_scale_inv"] = fp8_slow(tensor)
+        elif format in _FP8_SLOW and (expert or module.endswith("_proj")):
+            convert, scale_name = _FP8_SLOW[format]
+            converted[name], converted[f"{module}.{scale_name}"] = convert(tensor)
         else:
             converted[name] = tensor
     return converted

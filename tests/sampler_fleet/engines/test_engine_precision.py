@@ -20,7 +20,13 @@ from sampler_fleet.engines.precision import (
     round_e2m1,
     round_e4m3,
 )
-from tests.sampler_fleet.engines.engine_checkpoints import E2M1, fp8_slow, nvfp4_slow
+from tests.sampler_fleet.engines.engine_checkpoints import (
+    E2M1,
+    fp8_channel_slow,
+    fp8_slow,
+    mxfp8_slow,
+    nvfp4_slow,
+)
 
 
 def e4m3_slow(byte: int) -> float:
@@ -80,6 +86,14 @@ def weight_of(format: WeightFormat, w: torch.Tensor) -> tuple[Weight, torch.Tens
         full = rows.repeat_interleave(128, 1)[:, : w.shape[1]]
         weight = Weight(format=format, values_OxI=codes.float(), scale=scale)
         return weight, codes.double() * full
+    if format == WeightFormat.FP8_CHANNEL:
+        codes, scale = fp8_channel_slow(w)
+        weight = Weight(format=format, values_OxI=codes.float(), scale=scale)
+        return weight, codes.double() * scale.double()
+    if format == WeightFormat.MXFP8:
+        codes, exponent = mxfp8_slow(w)
+        values = codes.float() * torch.exp2(exponent.float() - 127).repeat_interleave(32, dim=1)
+        return Weight(format=format, values_OxI=values), values.double()
     packed, scale, scale_2 = nvfp4_slow(w)
     values = decode_nvfp4(torch.from_numpy(packed), scale)
     weight = Weight(format=format, values_OxI=values, scale=torch.tensor(scale_2))
