@@ -109,7 +109,8 @@ class _Gauge:
         turn = 0
         while not self._stop:
             request = GenerateRequest(
-                request_id=f"r{turn}", session_id=f"s{turn}", tokens=[1, 2, 3],
+                request_id=f"r{turn}", session_id=f"s{turn}",
+                tokens=np.array([1, 2, 3], np.int32),
                 sampling=SamplingParams(max_new_tokens=200, temperature=1.0),
             )  # fmt: skip
             last = None
