@@ -27,6 +27,7 @@ from weight_sync.convert import (
     source_bytes,
 )
 from weight_sync.layouts import RECIPES, Layout
+from weight_sync.memory import keep_freed_memory
 from weight_sync.modules import classify
 from weight_sync.plan import CONFIG_DTYPES, ConversionPlan, Kind, unmatched
 from weight_sync.safetensors_file import Checkpoint
@@ -101,6 +102,7 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 @exits_politely
 def main() -> None:
+    keep_freed_memory()
     arguments = _arguments()
     options = _options(arguments)
     if not arguments.dry_run:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import ctypes
 import json
 import logging
 import signal
@@ -21,10 +19,9 @@ from contracts.pb import weights_pb2
 from contracts.runfile import read_resolved, validate_section
 from weight_sync import client, durable
 from weight_sync.config import WeightsConfig
+from weight_sync.memory import keep_freed_memory
 from weight_sync.service import serving
 from weight_sync.store import VersionStore
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def _arguments() -> argparse.Namespace:
@@ -59,18 +56,6 @@ def _arguments() -> argparse.Namespace:
 def _read_config(path: Path | None) -> WeightsConfig:
     sections = read_resolved(path) if path else {}
     return validate_section(WeightsConfig, "weights", sections.get("weights", {}))
-
-
-def _keep_freed_memory() -> None:
-    """Lets glibc's malloc reuse the chunks of streams.
-
-    By default it returns each freed megabyte to the kernel and faults it in again for the next
-    chunk, which is most of the time that serving a file takes.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 128 << 20)
 
 
 async def _serve(
@@ -121,7 +106,7 @@ def main() -> None:
     )
     if arguments.command == "serve":
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-        _keep_freed_memory()
+        keep_freed_memory()
         asyncio.run(_serve(arguments, _read_config(arguments.config), credentials))
     elif arguments.command == "publish":
         client.publish(arguments.address, credentials, arguments.directory, arguments.version)

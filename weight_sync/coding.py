@@ -75,7 +75,11 @@ def _inverse(scale: np.ndarray, recipe: nvfp4.Recipe, name: str) -> np.ndarray:
 
 
 def decode(storage: Storage, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The arrays of a matrix to float32 [N, K], in the arithmetic of the layout's owner."""
+    """The arrays of a matrix to float32 [N, K], in the arithmetic of the layout's owner.
+
+    Except that ModelOpt rounds the product of its two scales before it multiplies the elements:
+    here, as in kernels, the exact product of element and block scale meets the global scale.
+    """
     codes, scale = arrays[:2]
     if storage.format == WeightFormat.NVFP4:
         global_scale = np.float32(arrays[2].item())

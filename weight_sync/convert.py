@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -298,17 +298,10 @@ def _carry_out(
     if threads == 1:
         yield from map(run, actions)
         return
-    pending = set()  # at most two actions per thread are begun ahead of the consumer
     with ThreadPoolExecutor(threads, thread_name_prefix="convert") as pool:
-        try:
-            for action in actions:
-                pending.add(pool.submit(run, action))
-                if len(pending) >= 2 * threads:
-                    finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in finished)
-            yield from (future.result() for future in pending)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        # All are queued, so that threads go on while the consumer waits for the disk; what is
+        # queued or done holds no arrays. When the consumer leaves, map cancels what has not begun.
+        yield from pool.map(run, actions)
 
 
 def source_bytes(action: Action, checkpoint: Checkpoint) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from contracts.errors import BadInputError
+from weight_sync.formats import kernels
 
 INFINITY = 0x7F80  # magnitudes from here on are infinite or not a number
 
@@ -35,12 +36,7 @@ def amax(bits: np.ndarray, name: str) -> np.float32:
     Raises:
         BadInputError: NaN or infinity, with the tensor named.
     """
-    if not bits.size:
-        return np.float32(0)
-    # Two plain reductions, no temporary: the largest positive, and the most negative.
-    positive = max(int(bits.view(np.int16).max()), 0)
-    negative = max(int(bits.max()) - 0x8000, 0)
-    largest = max(positive, negative)
+    largest = kernels.largest_magnitude(np.ascontiguousarray(bits).reshape(-1))
     if largest >= INFINITY:
         where = np.flatnonzero((bits & 0x7FFF).ravel() >= INFINITY)
         raise BadInputError(

@@ -51,9 +51,9 @@ def encode_nvfp4(weights_NxK: Array, tables: nvfp4.Tables) -> nvfp4.NvFp4:
     assert K % nvfp4.BLOCK == 0, "columns in multiples of 16"
     blocks = weights_NxK.reshape(N, K // nvfp4.BLOCK, nvfp4.BLOCK)
     xp = blocks.__array_namespace__()
-    nibbles, codes = _candidate(blocks, *tables.candidates[0])
+    nibbles, codes = _candidate(blocks, tables.candidates[0])
     if len(tables.candidates) == 2:
-        others = _candidate(blocks, *tables.candidates[1])
+        others = _candidate(blocks, tables.candidates[1])
         errors = [_squared_error(blocks, *each, tables.unit) for each in ((nibbles, codes), others)]
         better = errors[1] < errors[0]
         nibbles = xp.where(better[:, :, None], others[0], nibbles)
@@ -62,11 +62,11 @@ def encode_nvfp4(weights_NxK: Array, tables: nvfp4.Tables) -> nvfp4.NvFp4:
     return nvfp4.NvFp4(packed, codes, tables.global_scale)
 
 
-def _candidate(blocks: Array, code_of: Array, thresholds: Array) -> tuple[Array, Array]:
+def _candidate(blocks: Array, candidate: nvfp4.Candidate) -> tuple[Array, Array]:
     """uint8 nibbles [N, B, 16] and scale codes [N, B]."""
     magnitudes, signs = _bits(blocks)
-    codes = _look_up(code_of, magnitudes.max(2))
-    reached = _look_up(thresholds, codes.astype("int32")).astype("int32")  # [N, B, 8]
+    codes = _look_up(candidate.code_of, magnitudes.max(2))
+    reached = _look_up(candidate.thresholds, codes.astype("int32")).astype("int32")  # [N, B, 8]
     nibbles = (signs >> 4) * (magnitudes >= reached[:, :, :1]).astype("uint8")
     for step in range(1, 8):
         nibbles = nibbles + (magnitudes >= reached[:, :, step : step + 1]).astype("uint8")

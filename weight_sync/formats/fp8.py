@@ -28,11 +28,6 @@ MAX = np.float32(448)
 SMALLEST_AMAX = bf16.MAGNITUDES[0x2B8D]
 _SMALLEST_AMAX_UE8M0 = np.float32(1e-4)
 
-_NORMAL_FROM = 0x3C800000  # bits of 2^-6, the smallest normal E4M3
-# Almost half a unit in the last place, minus the difference of the biases; wraps for subnormals.
-_ROUND_AND_REBIAS = np.uint32(0x7FFFF + 2**32 - ((127 - 7) << 23))
-_SUBNORMAL_ADDEND = np.float32(2.0**14)  # float32 from here on has units of 2^-9
-
 
 def _all_values() -> np.ndarray:
     code = np.arange(256)
@@ -90,18 +85,8 @@ SCALE_OF = {
 
 def to_e4m3(values: np.ndarray) -> np.ndarray:
     """float32 in [-448, 448] to E4M3 codes (uint8), to nearest, ties to even; keeps -0.0."""
-    bits = values.view(np.uint32)
-    magnitude = bits & np.uint32(0x7FFFFFFF)
-    rounded = magnitude >> 20
-    rounded &= 1
-    rounded += magnitude
-    rounded += _ROUND_AND_REBIAS
-    rounded >>= 20
-    codes = rounded.astype(np.uint8)
-    subnormal = np.flatnonzero(magnitude < _NORMAL_FROM)  # few, as a rule
-    shifted = magnitude.reshape(-1)[subnormal].view(np.float32) + _SUBNORMAL_ADDEND
-    codes.reshape(-1)[subnormal] = shifted.view(np.uint32) - _SUBNORMAL_ADDEND.view(np.uint32)
-    codes |= ((bits >> 24) & 0x80).astype(np.uint8)
+    codes = np.empty(values.shape, np.uint8)
+    kernels.round_e4m3(np.ascontiguousarray(values).reshape(-1), codes.reshape(-1))
     return codes
 
 

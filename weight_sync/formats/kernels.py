@@ -23,6 +23,15 @@ _compiled = functools.partial(njit, nogil=True, cache=True, error_model="numpy")
 
 
 @_compiled
+def largest_magnitude(bits: np.ndarray) -> int:
+    """Of BF16 bits, uint16 [M]: the largest but for the sign; 0 if there are none."""
+    largest = _U16(0)
+    for i in range(len(bits)):
+        largest = max(largest, _U16(bits[i] & _MAGNITUDE))
+    return largest
+
+
+@_compiled
 def thresholds(scale: np.ndarray, divides: bool, steps: np.ndarray) -> np.ndarray:
     """uint16 [128, 8]: the smallest BF16 magnitude m with m / scale[c] >= steps[i], by bisection.
 
@@ -47,48 +56,58 @@ def thresholds(scale: np.ndarray, divides: bool, steps: np.ndarray) -> np.ndarra
     return found
 
 
-@_compiled
-def encode_nvfp4(
-    bits: np.ndarray,
-    code_of: np.ndarray,
-    thresholds_128x8: np.ndarray,
-    packed: np.ndarray,
-    codes: np.ndarray,
-) -> None:
-    """Blocks of 16 elements to nibbles and scale codes.
+# NVFP4 takes two kernels: of one that does both LLVM vectorizes neither.
 
-    bits: uint16 [16 B], BF16. code_of: uint8 [32768], the scale code of each block amax. Column 0
-    of the thresholds is where a negative element starts to keep its sign, column i where it has
-    index i. packed: uint8 [8 B] and codes: uint8 [B] are written.
+
+@_compiled
+def scale_codes(bits: np.ndarray, code_of: np.ndarray, codes: np.ndarray) -> None:
+    """The scale code of each NVFP4 block.
+
+    bits: uint16 [16 B], BF16, at an address that 4 divides. code_of: uint8 [32768], of each block
+    amax. codes: uint8 [B], is written.
     """
-    magnitudes = np.empty(_CHUNK * 16, np.uint16)
-    of_2 = np.empty(_CHUNK * 8, np.uint16)
-    of_4 = np.empty(_CHUNK * 4, np.uint16)
-    of_8 = np.empty(_CHUNK * 2, np.uint16)
-    nibbles = np.empty(_CHUNK * 16, np.uint8)
-    pairs = nibbles.view(np.uint16)
+    words = bits.view(np.uint32)
+    of_2 = np.empty(_CHUNK * 8, np.uint32)
+    of_4 = np.empty(_CHUNK * 4, np.uint32)
+    of_8 = np.empty(_CHUNK * 2, np.uint32)
     for start in range(0, len(codes), _CHUNK):
         num = min(_CHUNK, len(codes) - start)
-        source = bits[start * 16 : (start + num) * 16]
-        for i in range(num * 16):
-            magnitudes[i] = source[i] & _MAGNITUDE
+        source = words[start * 8 : (start + num) * 8]
         for i in range(num * 8):
-            of_2[i] = max(magnitudes[2 * i], magnitudes[2 * i + 1])
+            word = source[i]
+            of_2[i] = max(_U32(word & _U32(0x7FFF)), _U32((word >> _U32(16)) & _U32(0x7FFF)))
         for i in range(num * 4):
             of_4[i] = max(of_2[2 * i], of_2[2 * i + 1])
         for i in range(num * 2):
             of_8[i] = max(of_4[2 * i], of_4[2 * i + 1])
         for b in range(num):
-            code = code_of[max(of_8[2 * b], of_8[2 * b + 1])]
-            codes[start + b] = code
-            t = thresholds_128x8[code]
-            t0, t1, t2, t3, t4, t5, t6, t7 = t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7]
+            codes[start + b] = code_of[max(of_8[2 * b], of_8[2 * b + 1])]
+
+
+@_compiled
+def encode_e2m1(
+    bits: np.ndarray, lanes_128x128: np.ndarray, codes: np.ndarray, packed: np.ndarray
+) -> None:
+    """Blocks of 16 elements to packed nibbles, under their scale codes.
+
+    bits: uint16 [16 B], BF16. lanes: of each scale code the 8 thresholds, each 16 times, to be
+    compared with a block at once; the first is where a negative element starts to keep its sign,
+    number i where it has index i. codes: uint8 [B]. packed: uint8 [8 B], is written.
+    """
+    nibbles = np.empty(_CHUNK * 16, np.uint8)
+    pairs = nibbles.view(np.uint16)
+    for start in range(0, len(codes), _CHUNK):
+        num = min(_CHUNK, len(codes) - start)
+        source = bits[start * 16 : (start + num) * 16]
+        for b in range(num):
+            t = lanes_128x128[codes[start + b]]
             for j in range(_BLOCK):
                 x = source[b * _BLOCK + j]
                 m = _U16(x & _MAGNITUDE)
-                index = _U16(m >= t1) + _U16(m >= t2) + _U16(m >= t3) + _U16(m >= t4)
-                index += _U16(m >= t5) + _U16(m >= t6) + _U16(m >= t7)
-                sign = _U16(_U16(m >= t0) & _U16(x >> _U16(15)))
+                index = _U16(m >= t[16 + j]) + _U16(m >= t[32 + j])
+                index += _U16(m >= t[48 + j]) + _U16(m >= t[64 + j])
+                index += _U16(m >= t[80 + j]) + _U16(m >= t[96 + j]) + _U16(m >= t[112 + j])
+                sign = _U16(_U16(m >= t[j]) & _U16(x >> _U16(15)))
                 nibbles[b * _BLOCK + j] = _U8(index + _U16(sign << _U16(3)))
         target = packed[start * 8 : (start + num) * 8]
         for i in range(num * 8):
@@ -128,6 +147,25 @@ def squared_errors(
         for j in range(_BLOCK):
             error += squares[j]
         errors[b] = error
+
+
+@_compiled
+def take_better(
+    errors: np.ndarray,
+    packed: np.ndarray,
+    codes: np.ndarray,
+    other_packed: np.ndarray,
+    other_codes: np.ndarray,
+) -> None:
+    """Overwrites the blocks of `packed` and `codes` where the other's error is smaller.
+
+    errors: float32 [2, B], the own ones and the other's. packed: uint8 [8 B]. codes: uint8 [B].
+    """
+    for b in range(len(codes)):
+        if errors[1, b] < errors[0, b]:
+            codes[b] = other_codes[b]
+            for j in range(8 * b, 8 * b + 8):
+                packed[j] = other_packed[j]
 
 
 @_compiled
@@ -180,10 +218,24 @@ def _encode_e4m3(source: np.ndarray, scale: np.float32, target: np.ndarray) -> N
     for i in range(len(source)):
         x = _U32(_U32(source[i] & _MAGNITUDE) << _U32(16)).view(np.float32)
         quotient = _F32(x / scale)
-        m = quotient.view(np.uint32)
-        # almost half a unit in the last place, minus the difference of the biases
-        normal = _U32(m + _U32((m >> _U32(20)) & _U32(1)) + _U32(0xC407FFFF)) >> _U32(20)
-        # from 2^14 on float32 has units of 2^-9
-        subnormal = _U32(_F32(quotient + _F32(16384)).view(np.uint32) - _U32(0x46800000))
-        code = normal if m >= _U32(0x3C800000) else subnormal  # 2^-6, the smallest normal
-        target[i] = _U8(code | _U32(_U32(source[i] >> _U16(8)) & _U32(0x80)))
+        target[i] = _U8(_e4m3(quotient) | _U32(_U32(source[i] >> _U16(8)) & _U32(0x80)))
+
+
+@njit(inline="always")
+def _e4m3(magnitude: np.float32) -> np.uint32:
+    """The code of a float32 from 0 to 448, to nearest, ties to even."""
+    m = _F32(magnitude).view(np.uint32)
+    # almost half a unit in the last place, minus the difference of the biases
+    normal = _U32(m + _U32((m >> _U32(20)) & _U32(1)) + _U32(0xC407FFFF)) >> _U32(20)
+    # from 2^14 on float32 has units of 2^-9
+    subnormal = _U32(_F32(magnitude + _F32(16384)).view(np.uint32) - _U32(0x46800000))
+    return normal if m >= _U32(0x3C800000) else subnormal  # 2^-6, the smallest normal
+
+
+@_compiled
+def round_e4m3(values: np.ndarray, codes: np.ndarray) -> None:
+    """float32 [M] in [-448, 448] to E4M3, to nearest, ties to even; codes uint8 [M] are written."""
+    bits = values.view(np.uint32)
+    for i in range(len(codes)):
+        magnitude = _U32(bits[i] & _U32(0x7FFFFFFF)).view(np.float32)
+        codes[i] = _U8(_e4m3(magnitude) | _U32((bits[i] >> _U32(24)) & _U32(0x80)))

@@ -18,6 +18,7 @@ each code. The elements are then compared as 16-bit integers and never widened (
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -142,12 +143,13 @@ def _arithmetics(recipe: Recipe, amax: np.float32) -> list[_Arithmetic]:
 
 
 class Candidate(NamedTuple):
-    """An arithmetic as `kernels.encode_nvfp4` takes it."""
+    """An arithmetic as the kernels take it."""
 
     code_of: np.ndarray  # uint8 [32768], the scale code of each block amax
     # uint16 [128, 8], under each scale code: where a negative element starts to keep its sign, and
     # the smallest magnitudes of index 1 to 7
     thresholds: np.ndarray
+    lanes: np.ndarray  # uint16 [128, 128], each threshold 16 times, as the kernel wants them
 
     @staticmethod
     def of(arithmetic: _Arithmetic) -> Candidate:
@@ -157,7 +159,13 @@ class Candidate(NamedTuple):
         scale = arithmetic.factor if arithmetic.divisor is None else arithmetic.divisor
         assert scale is not None
         steps = np.concatenate([[zero], _STEPS]).astype(np.float32)
-        return Candidate(code_of, kernels.thresholds(scale, arithmetic.divisor is not None, steps))
+        thresholds = kernels.thresholds(scale, arithmetic.divisor is not None, steps)
+        return Candidate(code_of, thresholds, np.repeat(thresholds, BLOCK, axis=1))
+
+    def encode(self, bits: np.ndarray, packed: np.ndarray, codes: np.ndarray) -> None:
+        """Writes the nibbles and scale codes of BF16 bits, [16 B] uint16."""
+        kernels.scale_codes(bits, self.code_of, codes)
+        kernels.encode_e2m1(bits, self.lanes, codes, packed)
 
 
 class Tables(NamedTuple):
@@ -168,8 +176,9 @@ class Tables(NamedTuple):
     unit: np.float32  # elements times this are compared with codes for the error
 
 
+@functools.lru_cache(maxsize=8)  # tensors that share a scale come one after the other
 def tables(amax: np.float32, recipe: Recipe) -> Tables:
-    """The tables of a tensor whose largest magnitude is `amax`."""
+    """The tables of a tensor whose largest magnitude is `amax`; not to be written to."""
     with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
         arithmetics = _arithmetics(recipe, _F(amax))
         global_scale = arithmetics[0].global_scale
@@ -194,10 +203,12 @@ def encode(
             f"tensor {name} in nvfp4", expected=f"columns in multiples of {BLOCK}", found=K
         )
     bits = np.ascontiguousarray(bits_NxK).reshape(-1)
+    if bits.ctypes.data % 4:
+        bits = bits.copy()
     packed = np.empty(bits.size // 2, np.uint8)
     block_scale = np.empty(bits.size // BLOCK, np.uint8)
     (first, *second), global_scale, unit = tables(amax, recipe)
-    kernels.encode_nvfp4(bits, *first, packed, block_scale)
+    first.encode(bits, packed, block_scale)
     if second:
         _take_better(bits, packed, block_scale, second[0], unit)
     return NvFp4(packed.reshape(N, K // 2), block_scale.reshape(N, K // BLOCK), global_scale)
@@ -212,13 +223,11 @@ def _take_better(
         x = bits[start * BLOCK : (start + num) * BLOCK]
         own = packed[start * 8 : (start + num) * 8], codes[start : start + num]
         other = np.empty(num * 8, np.uint8), np.empty(num, np.uint8)
-        kernels.encode_nvfp4(x, *second, *other)
+        second.encode(x, *other)
         errors = np.empty((2, num), np.float32)
         for (nibbles, scales), error in zip((own, other), errors, strict=True):
             kernels.squared_errors(x, nibbles, scales, VALUES, fp8.VALUES, unit, error)
-        better = errors[1] < errors[0]
-        own[0].reshape(num, 8)[better] = other[0].reshape(num, 8)[better]
-        own[1][better] = other[1][better]
+        kernels.take_better(errors, *own, *other)
 
 
 def decode(tensor: NvFp4) -> np.ndarray:
