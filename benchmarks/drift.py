@@ -30,6 +30,10 @@ STAYING = {
     "sc+tis": (TIS, True),
 }
 ADVANTAGES = {1.0: "every advantage +1", -1.0: "every advantage -1"}
+NOTE = (
+    "The two scales differ. Where a line has a kink, the ratio of a token crosses a bound of the "
+    "mask: from that update on the token is left out, or let in again."
+)
 STYLE: dict[Any, Any] = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -65,7 +69,8 @@ def main() -> None:
         panels = figure.subplots(1, 2)
         for axes, advantage in zip(panels, ADVANTAGES, strict=True):
             draw_panel(axes, advantage)
-        panels[0].set_ylabel("KL(start ‖ policy), nats")
+            axes.set_ylabel("KL(start ‖ policy), nats")
+        figure.supxlabel(NOTE, x=0.01, ha="left", fontsize=9)
         figure.suptitle("Nothing to learn: the reward ignores the tokens", x=0.01, ha="left")
         figure.savefig(arguments.out, dpi=110)
 

@@ -11,6 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Sequence
+from datetime import date, time
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args
@@ -149,10 +150,17 @@ def _expected_and_found(error: ErrorDetails) -> tuple[str, str]:
 def write_resolved(path: Path, sections: dict[str, Any]) -> None:
     """The resolved sections as JSON, the form components of one run hand each other.
 
-    Replaces the file whole: who reads it meanwhile finds the old record or the new one.
+    Replaces the file whole: who reads it meanwhile finds the old record or the new one. TOML's own
+    dates and times become text.
     """
     with replacing(path) as aside:
-        aside.write_text(json.dumps(sections, indent=2, sort_keys=True) + "\n")
+        aside.write_text(json.dumps(sections, indent=2, sort_keys=True, default=_text) + "\n")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, date | time):  # a datetime is a date
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} in a run file")
 
 
 def read_resolved(path: str | Path) -> dict[str, dict[str, Any]]:

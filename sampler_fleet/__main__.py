@@ -14,13 +14,17 @@ import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from contracts.credentials import Credentials, read_credentials
 from contracts.errors import EXIT_DIRTY, DirtyProcessError, exits_politely
 from sampler_fleet.process import die_with_parent, log_to_stderr, run_until_stopped, write_port_file
+
+if TYPE_CHECKING:
+    from sampler_fleet.config import GroupConfig
+    from sampler_fleet.engines.base import Engine
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +180,7 @@ def join(  # noqa: PLR0913 (a command line)
     tls_key: TlsKey = None,
     with_parent: DieWithParent = False,
 ) -> int:
-    """A sampler with the embedded engine: loads weights, dials out, serves its group."""
+    """A sampler: loads weights into its group's engine, dials out, serves its group."""
     if with_parent:
         die_with_parent()
     log_to_stderr(sampler_id)
@@ -211,20 +215,13 @@ async def _join(
     credentials: Credentials,
 ) -> None:
     from sampler_fleet.config import read_settings
-    from sampler_fleet.engines.embedded import EmbeddedEngine
     from sampler_fleet.join import Patience, SamplerAgent
     from weight_sync.client import WeightClient
 
     fleet = read_settings(config).fleet
     group = fleet.group(group_name)
-    engine = EmbeddedEngine(
-        kv_format=group.kv_format,
-        activation_format=group.activation_format,
-        split_k=group.split_k,
-        max_sessions=group.max_sessions,
-        max_context_tokens=fleet.max_context_tokens,
-        seed=int.from_bytes(hashlib.sha256(sampler_id.encode()).digest()[:4], "little"),
-    )
+    seed = int.from_bytes(hashlib.sha256(sampler_id.encode()).digest()[:4], "little")
+    engine = _engine(group, fleet.max_context_tokens, seed)
     client = WeightClient(weights, credentials, group.weight_format, state_dir / "weights")
     agent = SamplerAgent(
         sampler_id=sampler_id,
@@ -240,6 +237,38 @@ async def _join(
     finally:
         await client.close()
         await engine.close()
+
+
+def _engine(group: GroupConfig, max_context_tokens: int, seed: int) -> Engine:
+    if group.engine == "sglang":
+        from sampler_fleet.engines.launch import LocalServer, kernels_for
+        from sampler_fleet.engines.sglang import SglangEngine
+
+        server = group.sglang.address or LocalServer(
+            kernels=kernels_for(group.accelerator, group.weight_format),
+            kv_format=group.kv_format,
+            max_sessions=group.max_sessions,
+            max_context_tokens=max_context_tokens,
+            num_accelerators=group.num_accelerators,
+            python=group.sglang.python,
+            arguments=group.sglang.arguments,
+        )
+        return SglangEngine(
+            server,
+            weight_format=group.weight_format,
+            max_context_tokens=max_context_tokens,
+            seed=seed,
+        )
+    from sampler_fleet.engines.embedded import EmbeddedEngine
+
+    return EmbeddedEngine(
+        kv_format=group.kv_format,
+        activation_format=group.activation_format,
+        split_k=group.split_k,
+        max_sessions=group.max_sessions,
+        max_context_tokens=max_context_tokens,
+        seed=seed,
+    )
 
 
 @app.command()
@@ -293,6 +322,23 @@ def check(config: Config) -> None:
     from sampler_fleet.config import read_settings
 
     print(json.dumps(read_settings(config).to_dict(), indent=2, sort_keys=True))
+
+
+@app.command("simulate")
+@exits_politely
+def run_simulations(
+    scenarios: Annotated[list[Path], typer.Argument(help="Scenario files (.toml).")],
+    out: Annotated[Path | None, typer.Option(help="Directory for figures and JSON.")] = None,
+) -> None:
+    """Days of load on a simulated fleet, in seconds: use, staleness, cost; several are compared."""
+    from rich.console import Console
+
+    from sampler_fleet.simulate.report import run_scenarios
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    run_scenarios(scenarios, out, console)
 
 
 @app.command()

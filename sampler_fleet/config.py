@@ -15,9 +15,18 @@ from pydantic import Field, model_validator
 from contracts.errors import BadInputError
 from contracts.runfile import Section, read_resolved, validate_section
 from contracts.types import KvFormat, Purpose, SamplingParams, WeightFormat
+from sampler_fleet.cost import Price
 from sampler_fleet.episodes.agent import EpisodeLimits
 from sampler_fleet.episodes.grading import GradingLimits
 from sampler_fleet.episodes.sandbox import SandboxLimits
+
+
+class SglangConfig(Section):
+    """Where a sampler with `engine = "sglang"` finds its server; each needs one of its own."""
+
+    address: str = ""  # http://HOST:PORT of one that runs; empty: the sampler starts one
+    python: str = ""  # of the environment that has SGLang; empty: the sampler's own
+    arguments: tuple[str, ...] = ()  # launch flags, which win over those of the table
 
 
 class GroupConfig(Section):
@@ -34,15 +43,38 @@ class GroupConfig(Section):
     kv_format: KvFormat = KvFormat.FP8
     activation_format: Literal["none", "fp8", "nvfp4"] = "none"
     samplers: int = Field(default=1, ge=0)
+    min_samplers: int | None = Field(default=None, ge=0)
+    max_samplers: int | None = Field(default=None, ge=0)
+    num_accelerators: int = Field(default=1, ge=1)  # of one sampler
+    price_per_hour: tuple[Price, ...] = ()
     max_sessions: int = Field(default=16, ge=1)
     capacity: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     split_k: int = Field(default=1, ge=1)
+    engine: Literal["embedded", "sglang"] = "embedded"
+    sglang: SglangConfig = SglangConfig()
+
+    @model_validator(mode="after")
+    def _in_bounds(self) -> GroupConfig:
+        low, high = self.bounds
+        if not low <= self.samplers <= high:
+            raise ValueError("min_samplers <= samplers <= max_samplers")
+        return self
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The fewest and the most samplers."""
+        low, high = self.min_samplers, self.max_samplers
+        return (
+            self.samplers if low is None else low,
+            self.samplers if high is None else high,
+        )
 
 
 class FleetConfig(Section):
     """[fleet]: the groups, and how long anybody waits for anybody."""
 
     groups: tuple[GroupConfig, ...] = Field(min_length=1)
+    prices: dict[str, tuple[Price, ...]] = Field(default={})  # by accelerator
     max_context_tokens: int = Field(default=4096, ge=16)
     heartbeat_seconds: float = Field(default=1.0, gt=0)
     lease_seconds: float = Field(default=15.0, gt=0)  # without a heartbeat: lost
@@ -70,6 +102,10 @@ class FleetConfig(Section):
         raise BadInputError(
             "sampler group", expected=f"one of {', '.join(g.name for g in self.groups)}", found=name
         )
+
+    def prices_of(self, group: GroupConfig) -> tuple[Price, ...]:
+        """Dated prices of one accelerator of a group; none if nobody gave any."""
+        return group.price_per_hour or self.prices.get(group.accelerator, ())
 
     def shares(self, purpose: Purpose) -> dict[str, float]:
         """Each group's exact share of the sessions of a purpose; they sum to 1."""

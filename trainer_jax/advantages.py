@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from contracts.errors import BadInputError
 from contracts.types import TrajectoryGroup
+from trainer_jax.records import check_reward
 
 EPSILON = 1e-6
 
@@ -19,9 +21,14 @@ def group_advantages(rewards: Sequence[float | None], *, normalize: bool) -> np.
 
     A trajectory without a reward (a failure of the infrastructure) has no say in the mean and gets
     0, as does every member of a group whose rewards are equal. std is the population's.
+
+    Raises:
+        BadInputError: a reward that is not finite.
     """
     scored = np.array([reward is not None for reward in rewards], bool)
     values = np.array([reward if reward is not None else 0.0 for reward in rewards], np.float64)
+    if not np.isfinite(values).all():
+        raise BadInputError("rewards of a group", expected="finite numbers", found=list(rewards))
     if not scored.any() or np.ptp(values[scored]) == 0:
         return np.zeros(len(values), np.float32)
     advantages = np.where(scored, values - values[scored].mean(), 0.0)
@@ -36,7 +43,14 @@ def has_signal(group: TrajectoryGroup) -> bool:
 
 
 def advantages_of(groups: Sequence[TrajectoryGroup], *, normalize: bool) -> list[np.ndarray]:
-    """One array [G] per group, in the order of its trajectories."""
+    """One array [G] per group, in the order of its trajectories.
+
+    Raises:
+        BadInputError: a reward that is not finite, with its sampler and trajectory.
+    """
+    for group in groups:
+        for trajectory in group.trajectories:
+            check_reward(trajectory)
     return [
         group_advantages([t.reward for t in group.trajectories], normalize=normalize)
         for group in groups

@@ -18,6 +18,7 @@ M trajectories of the micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +28,7 @@ import numpy as np
 
 from contracts.errors import BadInputError
 from contracts.types import Trajectory, TrajectoryGroup
-from trainer_jax.records import RecordRules, check_trajectory
+from trainer_jax.records import RecordRules, check_trajectory, describe
 
 MIN_SLOTS = 32  # per bucket and shard; fewer are not worth a compilation
 
@@ -123,7 +124,7 @@ def pack(
             compilations, and costs free slots.
 
     Raises:
-        BadInputError: a record that cannot be used (named), nothing to train on.
+        BadInputError: a record or an advantage that cannot be used (named), nothing to train on.
     """
     assert rows % num_shards == 0 and rules.max_candidates <= candidate_buckets[-1]
     kept: dict[int, list[_Item]] = {}
@@ -132,6 +133,10 @@ def pack(
             if trajectory.reward is None or not trajectory.loss_mask.any():
                 continue
             check_trajectory(trajectory, rules)
+            if not math.isfinite(advantage):
+                raise BadInputError(
+                    describe(trajectory), expected="a finite advantage", found=advantage
+                )
             length = row_tokens
             while length < len(trajectory.tokens):
                 length *= 2

@@ -3,6 +3,11 @@
 Owns their definition. Must not stop anything: the loop decides what an alarm means. The signs, each
 on a mean over the last updates: reward well below its best, KL at a multiple of its early level,
 most episodes ending on repeated format errors.
+
+"Well below" is a share of the largest size a mean reward has had, which is the best itself where
+rewards are not negative. An early level counts as at least KL_FLOOR: a trainer and samplers that
+agree to rounding have one near 0, and its multiples say nothing. A KL that is not finite is above
+every level, and makes no early level.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from pydantic import Field
 
 from contracts.runfile import Section
 
+KL_FLOOR = 1e-3  # nats
+
 
 class Sign(enum.StrEnum):
     REWARD_FALLING = "reward_falling"
@@ -26,6 +33,7 @@ class CollapseLimits(Section):
     """Where a sign begins."""
 
     window: int = Field(default=10, ge=1)  # updates in a mean, and in the early level of the KL
+    # of the best mean, or of the largest in size where means are negative
     reward_share_of_peak: float = Field(default=0.75, gt=0, lt=1)
     kl_factor: float = Field(default=3.0, gt=1)
     format_error_share: float = Field(default=0.5, gt=0, le=1)
@@ -40,7 +48,8 @@ class CollapseWatch:
 
     recent: tuple[tuple[float, float, float], ...] = ()
     peak_reward: float = -math.inf  # of the means
-    early_kl: float | None = None  # mean of the first `window` updates
+    largest_reward: float = 0.0  # of the means' absolute values
+    early_kl: float | None = None  # mean of the first `window` updates whose KL is finite
     active: frozenset[Sign] = frozenset()
 
 
@@ -64,24 +73,29 @@ def observe(
 
     Nothing is said before `window` updates. A sign is told once, and again only after it went away.
     """
+    kl = kl if math.isfinite(kl) else math.inf
     recent = (*watch.recent, (reward, kl, format_error_ending_share))[-limits.window :]
     if len(recent) < limits.window:
         return CollapseWatch(recent=recent), []
     mean_reward, mean_kl, mean_share = (
         math.fsum(x) / len(recent) for x in zip(*recent, strict=True)
     )
-    early_kl = mean_kl if watch.early_kl is None else watch.early_kl
+    early_kl = watch.early_kl
+    if early_kl is None and math.isfinite(mean_kl):
+        early_kl = mean_kl
+    level = max(early_kl or 0.0, KL_FLOOR)
     peak = max(watch.peak_reward, mean_reward)
+    largest = max(watch.largest_reward, abs(mean_reward))
+    allowed = (1 - limits.reward_share_of_peak) * largest
     found = {
         Sign.REWARD_FALLING: (
-            peak > 0 and mean_reward < limits.reward_share_of_peak * peak,
-            f"reward {mean_reward:.3f} is below {limits.reward_share_of_peak:.0%} of its best, "
-            f"{peak:.3f}",
+            peak - mean_reward > allowed,
+            f"reward {mean_reward:.3f} is more than {allowed:.3f} below its best, {peak:.3f}",
         ),
         Sign.KL_RISING: (
-            mean_kl > limits.kl_factor * early_kl,
+            mean_kl > limits.kl_factor * level,
             f"KL {mean_kl:.4f} is more than {limits.kl_factor:g} times its early level, "
-            f"{early_kl:.4f}",
+            f"{level:.4f}",
         ),
         Sign.FORMAT_ERRORS: (
             mean_share > limits.format_error_share,
@@ -90,7 +104,14 @@ def observe(
     }
     active = frozenset(sign for sign, (is_active, _) in found.items() if is_active)
     alarms = [Alarm(sign=s, sentence=found[s][1]) for s in Sign if s in active - watch.active]
-    return CollapseWatch(recent=recent, peak_reward=peak, early_kl=early_kl, active=active), alarms
+    seen = CollapseWatch(
+        recent=recent,
+        peak_reward=peak,
+        largest_reward=largest,
+        early_kl=early_kl,
+        active=active,
+    )
+    return seen, alarms
 
 
 def is_collapsed(watch: CollapseWatch) -> bool:

@@ -26,6 +26,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from contracts.errors import BadInputError
+from trainer_jax.inputs import array_of, check_positive, is_concrete, is_number
 
 # Bytes of the widest temporary of a shard: [C, K, D] rows of the head, or [C, V] logits. With the
 # normalizer more than 512 tokens at once gain nothing in the products.
@@ -77,9 +81,16 @@ def candidate_logits(
 
     Returns:
         logits in float32 (float64 when an input is), with the leading axes of `hidden_TxD`.
+
+    Raises:
+        BadInputError: dtypes or shapes that do not fit, no candidate; a temperature that is no
+            finite number above 0; where ids are concrete, one that is neither -1 nor below V.
     """
-    hidden_TxD, head_weight_VxD = jnp.asarray(hidden_TxD), jnp.asarray(head_weight_VxD)
-    candidate_ids_TxK = jnp.asarray(candidate_ids_TxK)
+    hidden_TxD = array_of("hidden_TxD", hidden_TxD, "floating-point numbers")
+    head_weight_VxD = array_of("head_weight_VxD", head_weight_VxD, "floating-point numbers")
+    candidate_ids_TxK = array_of("candidate_ids_TxK", candidate_ids_TxK, "integers")
+    _check_arguments(hidden_TxD, head_weight_VxD, candidate_ids_TxK)
+    temperature = _static_temperature(temperature)
     flat = hidden_TxD.ndim == 2
     if flat:
         hidden_TxD, candidate_ids_TxK = hidden_TxD[None], candidate_ids_TxK[None]
@@ -106,8 +117,42 @@ def token_sum(
     Returns:
         the sum, with gradients for hidden states and head; the statistics of each part, [S, T].
     """
-    how = _How(normalizer, chunk_tokens, temperature)
+    how = _How(normalizer, chunk_tokens, _static_temperature(temperature))
     return _token_sum(objective, how, jnp.asarray(head_weight_VxD), list(parts))
+
+
+def _check_arguments(hidden_TxD, head_weight_VxD, candidate_ids_TxK) -> None:
+    if hidden_TxD.ndim not in (2, 3):
+        raise BadInputError("hidden_TxD", expected="[T, D] or [S, T, D]", found=hidden_TxD.shape)
+    if head_weight_VxD.ndim != 2 or head_weight_VxD.shape[1] != hidden_TxD.shape[-1]:
+        raise BadInputError(
+            "head_weight_VxD",
+            expected=f"[V, {hidden_TxD.shape[-1]}], as wide as the hidden states",
+            found=head_weight_VxD.shape,
+        )
+    leading = hidden_TxD.shape[:-1]
+    if candidate_ids_TxK.shape[:-1] != leading or not candidate_ids_TxK.shape[-1]:
+        raise BadInputError(
+            "candidate_ids_TxK",
+            expected=f"{list(leading)}, as the hidden states, by at least one candidate",
+            found=candidate_ids_TxK.shape,
+        )
+    if is_concrete(candidate_ids_TxK) and candidate_ids_TxK.size:
+        V, ids_TxK = head_weight_VxD.shape[0], np.asarray(candidate_ids_TxK)
+        low, high = int(ids_TxK.min()), int(ids_TxK.max())
+        if low < -1 or high >= V:
+            raise BadInputError(
+                "candidate_ids_TxK",
+                expected=f"ids below {V}, the vocabulary, or -1 for padding",
+                found=high if high >= V else low,
+            )
+
+
+def _static_temperature(temperature: Any) -> float:
+    check_positive("temperature", temperature)
+    if not is_number(temperature):
+        raise BadInputError("temperature", expected="a number, not a traced one", found=temperature)
+    return float(temperature)
 
 
 class _How(NamedTuple):

@@ -14,27 +14,29 @@ Shape letters: T tokens, K candidates of a token (padded with id -1), V vocabula
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from pydantic import Field, model_validator
 
 from contracts.errors import BadInputError
 from contracts.runfile import Section
 from trainer_jax import loss_metrics
+from trainer_jax.dense_checks import check_dense
+from trainer_jax.inputs import array_of, check_flag, check_positive, is_number
 
 Importance = Literal["none", "masked", "truncated", "sequence"]
 Reduction = Literal["token-mean", "sequence-mean", "constant"]
 
 DEFAULT_ARM = "sc+mis+top-p"
 TAIL_FLOOR = 1e-6
+_BANNED = -1e30  # stands for a logit of -inf: no mass in any float, and no NaN where it meets 0
 
 _MIS = {"importance": "masked", "ratio_low": 0.2, "ratio_high": 5.0}
+# Yao et al., 2025, https://fengyao.notion.site/off-policy-rl; 2 is a default of other trainers.
 _TIS = {"importance": "truncated", "ratio_high": 2.0}
 # The clip of GSPO (arXiv 2507.18071) is on a length-normalized ratio, hence this narrow.
 _GSPO = {
@@ -59,22 +61,29 @@ _ALIASES = {"mis": "grpo+mis", "tis": "grpo+tis"}
 
 
 class Band(Section):
-    """Bounds of the importance ratio; both are required, and 1 lies between them."""
+    """Bounds of the importance ratio; both are required, differ, and 1 lies between them."""
 
     ratio_low: float = Field(gt=0, le=1)
     ratio_high: float = Field(ge=1, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Band:
+        _check_bounds(self.ratio_low, self.ratio_high)
+        return self
 
 
 class LossConfig(Section):
     """[loss]: `arm` names a preset, any other key overrides what the preset says.
 
+    arm: a name of `PRESETS`; `mis` and `tis` are short for `grpo+mis` and `grpo+tis`.
     ratio_low, ratio_high: the band of `masked` (both) and `sequence` (both, on the length-
     normalized ratio), the cap of `truncated` (high only). An `importance` that differs from the
-    arm's takes no bounds from it. Without importance weighting they only serve the metrics.
+    arm's takes neither bounds nor reduction from it. Without importance weighting the bounds only
+    serve the metrics.
     reduction: `token-mean` divides by all trained tokens of the global batch, `sequence-mean`
     averages trajectories' means, `constant` divides by `constant`.
     off_policy_limit: drop trajectories with A < 0 whose mean log(q/p) exceeds it (DeepSeek-V3.2).
-    bands: sampler group -> its own band.
+    bands: sampler group -> its own band, of `masked`.
     """
 
     arm: str = DEFAULT_ARM
@@ -84,10 +93,10 @@ class LossConfig(Section):
     center: bool = False
     replay: bool = False
     reduction: Reduction = "token-mean"
-    constant: float | None = Field(default=None, gt=0)
+    constant: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     normalize_advantages: bool = False
     zero_variance: Literal["keep", "refill"] = "keep"
-    off_policy_limit: float | None = Field(default=None, gt=0)
+    off_policy_limit: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     bands: dict[str, Band] = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -101,7 +110,8 @@ class LossConfig(Section):
             raise ValueError(f"an arm of {', '.join(PRESETS)}, not {arm!r}")
         preset = dict(PRESETS[arm])
         if data.get("importance", preset.get("importance")) != preset.get("importance"):
-            preset = {key: value for key, value in preset.items() if not key.startswith("ratio_")}
+            own = ("importance", "ratio_low", "ratio_high", "reduction")
+            preset = {key: value for key, value in preset.items() if key not in own}
         return {**preset, **data, "arm": arm}
 
     @model_validator(mode="after")
@@ -113,7 +123,10 @@ class LossConfig(Section):
                 "back the drift that centering removes"
             )
         if self.bands and self.importance != "masked":
-            raise ValueError(f"bands with importance = 'masked', not {self.importance!r}")
+            raise ValueError(
+                "bands with importance = 'masked' (they say which tokens of a group are masked; "
+                f"{self.importance!r} masks no token)"
+            )
         if (self.constant is not None) != (self.reduction == "constant"):
             raise ValueError("`constant` if and only if reduction = 'constant'")
         return self
@@ -143,7 +156,8 @@ def check_arm(importance: str, low: float | None, high: float | None, center: bo
     """Refuses an importance weight without its bounds, and what centering cannot repair.
 
     Raises:
-        BadInputError: bounds missing or out of order, an unknown importance, centered GSPO.
+        BadInputError: bounds missing, out of order or not around 1, an unknown importance, centered
+            GSPO.
     """
     if importance not in ("none", "masked", "truncated", "sequence"):
         raise BadInputError(
@@ -158,17 +172,23 @@ def check_arm(importance: str, low: float | None, high: float | None, center: bo
         raise BadInputError(
             f"importance = {importance!r}", expected=" and ".join(missing), found="no value"
         )
-    low, high = (0.0 if low is None else low), (math.inf if high is None else high)
-    if not 0 <= low < high:
-        raise BadInputError(
-            "the band", expected="0 <= ratio_low < ratio_high", found=f"[{low}, {high}]"
-        )
+    _check_bounds(low, high)
     if center and importance == "sequence":
         raise BadInputError(
             "score centering of a sequence-level weight",
             expected="a weight that depends on one token alone: C averages it over that token",
             found="importance = 'sequence'",
         )
+
+
+def _check_bounds(low: float | None, high: float | None) -> None:
+    for name, bound in (("ratio_low", low), ("ratio_high", high)):
+        if bound is not None and not is_number(bound):
+            raise BadInputError(name, expected="a number", found=repr(bound))
+    least, most = (0.0 if low is None else low), (np.inf if high is None else high)
+    if not 0 <= least <= 1 <= most or least == most or high == np.inf:
+        rule = "0 <= ratio_low <= 1 <= ratio_high, not both 1, finite"
+        raise BadInputError("the band", expected=rule, found=f"[{least}, {most}]")
 
 
 @jax.tree_util.register_dataclass
@@ -294,7 +314,8 @@ def token_objective(
     if center:
         centering_TxK = _centering(at, band, importance)
         objective_T -= (centering_TxK * at.trainer_logp_TxK).sum(1)
-    stats = loss_metrics.token_stats(at, record.mask_T, weight_T, centering_TxK, band)
+    rejected = _rejected(at, band, importance, sequence_log_ratio_T, advantage_T)
+    stats = loss_metrics.token_stats(at, record.mask_T, weight_T, centering_TxK, rejected)
     return advantage_T * objective_T, stats
 
 
@@ -329,10 +350,39 @@ def _weight(log_ratio_T: jax.Array, band: LogBand, importance: Importance) -> ja
 
 
 def _sequence_weight(log_ratio_T: jax.Array, advantage_T: jax.Array, band: LogBand) -> jax.Array:
-    """GSPO: the trajectory's ratio where min(s A, clip(s) A) has a gradient, else 0."""
+    """GSPO: the trajectory's ratio where it is not clipped, else 0."""
     log_ratio_T = jax.lax.stop_gradient(log_ratio_T)
-    clipped_T = jnp.where(advantage_T > 0, log_ratio_T > band.high_T, log_ratio_T < band.low_T)
+    clipped_T = _clipped(log_ratio_T, advantage_T, band)
     return jnp.where(clipped_T, 0.0, jnp.exp(jnp.where(clipped_T, 0.0, log_ratio_T)))
+
+
+def _clipped(log_ratio_T: jax.Array, advantage_T: jax.Array, band: LogBand) -> jax.Array:
+    """Where min(s A, clip(s) A) has no gradient though A is not 0."""
+    too_high_T = (advantage_T > 0) & (log_ratio_T > band.high_T)
+    return too_high_T | ((advantage_T < 0) & (log_ratio_T < band.low_T))
+
+
+def _rejected(
+    at: Position,
+    band: LogBand,
+    importance: Importance,
+    sequence_log_ratio_T: jax.Array | None,
+    advantage_T: jax.Array,
+) -> loss_metrics.Rejected:
+    """What the weight turns away; the table is in `loss_metrics`."""
+    out_of_band_T = ~_inside(at.log_ratio_T, band)
+    dropped_T = masked_tail_T = jnp.zeros_like(out_of_band_T)
+    masked_TxK = jnp.zeros_like(at.valid_TxK)
+    if importance == "masked":
+        masked_TxK = ~_inside(at.log_ratio_TxK, LogBand(band.low_T[:, None], band.high_T[:, None]))
+        masked_tail_T = ~_inside(-jnp.log(at.rho_T), band)
+    elif importance == "truncated":
+        out_of_band_T = at.log_ratio_T > band.high_T
+    elif importance == "sequence":
+        assert sequence_log_ratio_T is not None
+        out_of_band_T = ~_inside(sequence_log_ratio_T, band)
+        dropped_T = _clipped(sequence_log_ratio_T, advantage_T, band)
+    return loss_metrics.Rejected(out_of_band_T, dropped_T, masked_TxK, masked_tail_T)
 
 
 def _weighted_mass(p, q, log_ratio, band: LogBand, importance: Importance) -> jax.Array:
@@ -387,29 +437,30 @@ def objective_from_logits(  # noqa: PLR0913  the whole record of a token, for ot
         objective (scalar), metrics by name (scalars, see `loss_metrics.finalize`).
 
     Raises:
-        BadInputError: shapes that disagree, an empty batch, ids beyond the vocabulary, records that
-            are not finite, a token missing from its replayed set, bounds missing or out of order,
-            sequence-level importance (it needs to know which tokens form a trajectory).
+        BadInputError: settings of another kind or out of range, shapes or dtypes that do not fit,
+            values that `check_dense` refuses; sequence-level importance (it needs to know which
+            tokens form a trajectory).
     """
-    check_arm(importance, ratio_low, ratio_high, center)
-    if importance == "sequence":
-        raise BadInputError(
-            "objective_from_logits", expected="a weight of one token", found="importance='sequence'"
-        )
-    if not temperature > 0:
-        raise BadInputError("temperature", expected="above 0", found=temperature)
+    _check_settings(importance, ratio_low, ratio_high, center, replay)
+    check_positive("temperature", temperature)
+    check_positive("num_tokens", num_tokens)
     record = SamplerRecord(
-        candidate_ids_TxK=jnp.asarray(candidate_ids_TxK),
-        candidate_sampler_logp_TxK=jnp.asarray(candidate_sampler_logp_TxK),
-        sampler_logp_T=jnp.asarray(sampler_logp_T),
-        advantage_T=jnp.asarray(advantage_T),
-        mask_T=jnp.asarray(mask_T).astype(bool),
+        candidate_ids_TxK=array_of("candidate_ids_TxK", candidate_ids_TxK, "integers"),
+        candidate_sampler_logp_TxK=array_of(
+            "candidate_sampler_logp_TxK", candidate_sampler_logp_TxK, "floating-point numbers"
+        ),
+        sampler_logp_T=array_of("sampler_logp_T", sampler_logp_T, "floating-point numbers"),
+        advantage_T=array_of("advantage_T", advantage_T, "real numbers"),
+        mask_T=array_of("mask_T", mask_T, "booleans"),
     )
-    logits_TxV, sampled_T = jnp.asarray(logits_TxV), jnp.asarray(sampled_T)
-    _check_dense(logits_TxV, sampled_T, record, replay=replay, num_tokens=num_tokens)
+    logits_TxV = array_of("logits_TxV", logits_TxV, "floating-point numbers")
+    sampled_T = array_of("sampled_T", sampled_T, "integers")
+    check_dense(logits_TxV, sampled_T, record, replay=replay)
+    record = replace(record, mask_T=record.mask_T.astype(bool))
 
     dtype = _compute_dtype(logits_TxV)
     logits_TxV = logits_TxV.astype(dtype) / jnp.asarray(temperature, dtype)
+    logits_TxV = jnp.where(jnp.isneginf(logits_TxV), _BANNED, logits_TxV)
     # masked rows may hold anything, also what has no gradient
     logits_TxV = jnp.where(record.mask_T[:, None], logits_TxV, 0.0)
     safe_TxK = jnp.clip(record.candidate_ids_TxK, 0, logits_TxV.shape[1] - 1)
@@ -436,60 +487,11 @@ def objective_from_logits(  # noqa: PLR0913  the whole record of a token, for ot
     return objective_T.sum() / jnp.asarray(num_tokens, dtype), metrics
 
 
-def _check_dense(logits_TxV, sampled_T, record: SamplerRecord, *, replay, num_tokens) -> None:
-    shapes = {
-        "logits_TxV": (logits_TxV, 2),
-        "sampled_T": (sampled_T, 1),
-        "candidate_ids_TxK": (record.candidate_ids_TxK, 2),
-        "candidate_sampler_logp_TxK": (record.candidate_sampler_logp_TxK, 2),
-        "sampler_logp_T": (record.sampler_logp_T, 1),
-        "advantage_T": (record.advantage_T, 1),
-        "mask_T": (record.mask_T, 1),
-    }
-    for name, (array, ndim) in shapes.items():
-        if array.ndim != ndim or array.shape[0] != logits_TxV.shape[0]:
-            raise BadInputError(
-                name, expected=f"{ndim} dims, {logits_TxV.shape[0]} tokens", found=array.shape
-            )
-    if record.candidate_sampler_logp_TxK.shape != record.candidate_ids_TxK.shape:
+def _check_settings(importance, ratio_low, ratio_high, center, replay) -> None:
+    check_flag("center", center)
+    check_flag("replay", replay)
+    check_arm(importance, ratio_low, ratio_high, center)
+    if importance == "sequence":
         raise BadInputError(
-            "candidate_sampler_logp_TxK",
-            expected=f"the shape of the ids {record.candidate_ids_TxK.shape}",
-            found=record.candidate_sampler_logp_TxK.shape,
+            "objective_from_logits", expected="a weight of one token", found="importance='sequence'"
         )
-    if not len(sampled_T):
-        raise BadInputError("batch", expected="at least one token", found="none")
-    values = (sampled_T, num_tokens, *jax.tree.leaves(record))
-    if not any(isinstance(value, Tracer) for value in values):
-        if not num_tokens > 0:
-            raise BadInputError("num_tokens", expected="above 0", found=num_tokens)
-        _check_values(np.asarray(sampled_T), record, logits_TxV.shape[1], replay)
-
-
-def _check_values(sampled_T: np.ndarray, record: SamplerRecord, V: int, replay: bool) -> None:
-    ids_TxK, logp_TxK = (
-        np.asarray(record.candidate_ids_TxK),
-        np.asarray(record.candidate_sampler_logp_TxK),
-    )
-    mask_T, logp_T = np.asarray(record.mask_T), np.asarray(record.sampler_logp_T)
-    in_set_T = (ids_TxK == sampled_T[:, None]).any(1)
-    padding_TxK = ids_TxK < 0
-    rules = (
-        ("sampled token in the vocabulary", (sampled_T < 0) | (sampled_T >= V)),
-        ("candidate ids in the vocabulary", ((ids_TxK >= V) | (ids_TxK < -1)).any(1)),
-        ("finite sampler_logp", ~np.isfinite(logp_T)),
-        ("finite candidate log-probs", (~padding_TxK & ~np.isfinite(logp_TxK)).any(1)),
-        ("log-prob -inf at padding", (padding_TxK & ~np.isneginf(logp_TxK)).any(1)),
-        ("finite advantage", ~np.isfinite(np.asarray(record.advantage_T))),
-        ("the token drawn in its replayed set", ~in_set_T & replay),
-    )
-    for rule, broken_T in rules:
-        rows = np.flatnonzero(broken_T & mask_T)
-        if len(rows):
-            t = int(rows[0])
-            raise BadInputError(
-                f"record of token {t}",
-                expected=rule,
-                found=f"token {sampled_T[t]}, sampler_logp {logp_T[t]}, ids {ids_TxK[t].tolist()}, "
-                f"log-probs {logp_TxK[t].tolist()}",
-            )

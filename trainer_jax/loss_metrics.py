@@ -4,6 +4,18 @@ Owns the statistics of the loss: per token, summed over micro-batches by label, 
 Must not influence the gradient. Sums, not means, travel between micro-batches, so that any split of
 a batch reports the same.
 
+What a rejected token is follows the arm's weight w:
+
+| importance | out of band | masked mass | dropped |
+|---|---|---|---|
+| masked | r below low or above high: w = 0 | of q and of p there | no |
+| truncated | r above high: w = high | 0 | no |
+| none | r outside the band, which nothing applies | 0 | no |
+| sequence | its trajectory's ratio below low or above high | 0 | where PPO's clip has no gradient |
+
+`off_policy_limit` drops trajectories under any of them. A dropped token has weight 0 and no
+gradient, so it counts so in `weight_mean` and `ess`; its KL and ratios are reported all the same.
+
 Labels: column 0 is every token, then one column per sampler group, then one per staleness bucket.
 Shape letters: T tokens, K candidates, L labels.
 """
@@ -18,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
-    from trainer_jax.loss import LogBand, Position
+    from trainer_jax.loss import Position
 
 REFERENCE_BAND = (0.2, 5.0)
 # log-ratios are clamped here before exp, so that one absurd token is seen and the rest is too
@@ -36,15 +48,27 @@ class TokenStats(NamedTuple):
     k3: jax.Array  # the same from the token drawn: r - 1 - log r
     ratio: jax.Array
     abs_dlogp: jax.Array
-    out_of_band: jax.Array  # of the band that applies
+    out_of_band: jax.Array  # see the table above
     out_of_reference_band: jax.Array  # of [0.2, 5]
     weight: jax.Array
     weight_squared: jax.Array
-    masked_q: jax.Array  # q-mass outside the band
+    masked_q: jax.Array  # q-mass of what is masked
     masked_p: jax.Array
     centering: jax.Array  # L2 norm of C with respect to the logits, the tail as one entry
     tail_ratio: jax.Array  # rho
     entropy: jax.Array  # of p
+    dropped: jax.Array  # 1 where the whole trajectory is
+    trajectories: jax.Array  # 1 / trained tokens of its trajectory; 0 where nobody knows them
+    dropped_trajectories: jax.Array  # the same, where dropped
+
+
+class Rejected(NamedTuple):
+    """What the arm's weight turns away, all bool. See the table above."""
+
+    out_of_band_T: jax.Array
+    dropped_T: jax.Array
+    masked_TxK: jax.Array
+    masked_tail_T: jax.Array
 
 
 Sums = dict[str, jax.Array]
@@ -53,7 +77,11 @@ _MAXIMA = ("tail_ratio", "abs_dlogp", "staleness")
 
 
 def token_stats(
-    at: Position, mask_T: jax.Array, weight_T: jax.Array, centering_TxK: jax.Array, band: LogBand
+    at: Position,
+    mask_T: jax.Array,
+    weight_T: jax.Array,
+    centering_TxK: jax.Array,
+    rejected: Rejected,
 ) -> TokenStats:
     """The statistics of `Position`; entropy from candidates and the tail as one lump."""
     logp_TxK = jax.lax.stop_gradient(at.trainer_logp_TxK)
@@ -65,12 +93,6 @@ def token_stats(
     tail_kl_T = jnp.where(at.q_tail_T > 0, at.q_tail_T * jnp.log(q_tail_T / p_tail_T), 0.0)
     kl_TxK = jnp.where(at.q_TxK > 0, -at.q_TxK * at.log_ratio_TxK, 0.0)
     low, high = (np.log(bound) for bound in REFERENCE_BAND)
-
-    rejected_TxK = (at.log_ratio_TxK < band.low_T[:, None]) | (
-        at.log_ratio_TxK > band.high_T[:, None]
-    )
-    tail_log_ratio_T = -jnp.log(at.rho_T)
-    tail_rejected_T = (tail_log_ratio_T < band.low_T) | (tail_log_ratio_T > band.high_T)
     share_T = centering_TxK.sum(1)
     slope_TxK = jnp.where(at.valid_TxK, centering_TxK - share_T[:, None] * at.p_TxK, 0.0)
     values = TokenStats(
@@ -79,18 +101,21 @@ def token_stats(
         k3=ratio_T - 1 - log_ratio_T,
         ratio=ratio_T,
         abs_dlogp=jnp.abs(at.log_ratio_T),
-        out_of_band=(at.log_ratio_T < band.low_T) | (at.log_ratio_T > band.high_T),
+        out_of_band=rejected.out_of_band_T,
         out_of_reference_band=(at.log_ratio_T < low) | (at.log_ratio_T > high),
         weight=weight_T,
         weight_squared=jnp.square(weight_T),
-        masked_q=jnp.where(rejected_TxK, at.q_TxK, 0.0).sum(1)
-        + jnp.where(tail_rejected_T, at.q_tail_T, 0.0),
-        masked_p=jnp.where(rejected_TxK, at.p_TxK, 0.0).sum(1)
-        + jnp.where(tail_rejected_T, at.p_tail_T, 0.0),
+        masked_q=jnp.where(rejected.masked_TxK, at.q_TxK, 0.0).sum(1)
+        + jnp.where(rejected.masked_tail_T, at.q_tail_T, 0.0),
+        masked_p=jnp.where(rejected.masked_TxK, at.p_TxK, 0.0).sum(1)
+        + jnp.where(rejected.masked_tail_T, at.p_tail_T, 0.0),
         centering=jnp.sqrt(jnp.square(slope_TxK).sum(1) + jnp.square(share_T * at.p_tail_T)),
         tail_ratio=at.rho_T,
         entropy=-(at.p_TxK * logp_TxK).sum(1)
         - jnp.where(at.p_tail_T > 0, at.p_tail_T * jnp.log(p_tail_T), 0.0),
+        dropped=rejected.dropped_T,
+        trajectories=jnp.zeros_like(ratio_T),
+        dropped_trajectories=jnp.zeros_like(ratio_T),
     )
     dtype = ratio_T.dtype
     return TokenStats(*(jnp.where(mask_T, value.astype(dtype), 0.0) for value in values))
@@ -100,6 +125,28 @@ def with_entropy(stats: TokenStats, entropy_T: jax.Array) -> TokenStats:
     """The same with the entropy over the whole vocabulary, where the head knows it."""
     entropy_T = jax.lax.stop_gradient(entropy_T).astype(stats.entropy.dtype)
     return stats._replace(entropy=jnp.where(stats.tokens > 0, entropy_T, 0.0))
+
+
+def with_trajectories(
+    stats: TokenStats, num_trained_T: jax.Array, dropped_T: jax.Array | None
+) -> TokenStats:
+    """The same with what only whole trajectories tell.
+
+    Args:
+        num_trained_T: trained tokens of the token's trajectory.
+        dropped_T: where `off_policy_limit` drops it as well.
+    """
+    dtype = stats.tokens.dtype
+    if dropped_T is not None:
+        stats = stats._replace(
+            dropped=jnp.where(dropped_T & (stats.tokens > 0), 1.0, stats.dropped).astype(dtype),
+            weight=jnp.where(dropped_T, 0.0, stats.weight),
+            weight_squared=jnp.where(dropped_T, 0.0, stats.weight_squared),
+        )
+    share_T = stats.tokens / jnp.maximum(num_trained_T.astype(dtype), 1.0)
+    return stats._replace(
+        trajectories=share_T, dropped_trajectories=jnp.where(stats.dropped > 0, share_T, 0.0)
+    )
 
 
 def labels(group_T: jax.Array, staleness_T: jax.Array, num_groups: int) -> jax.Array:
@@ -158,10 +205,11 @@ def no_sums(num_groups: int) -> Sums:
 def finalize(sums: Sums) -> dict[str, jax.Array]:
     """Metrics from sums, each with the shape of the sums; 0 for a label without tokens.
 
-    num_tokens; kl, k3, abs_dlogp in nats; ratio_mean (E_q[r], 1 when the record is right);
-    share_out_of_band and share_out_of_reference_band ([0.2, 5]); ess: effective sample size of the
-    weights as a share of the tokens; masked_q_mass, masked_p_mass; centering_norm; tail_ratio;
-    entropy; weight_mean; staleness.
+    num_tokens; kl, k3, abs_dlogp in nats; ratio_mean (an estimate of p's mass where q has any: 1
+    over the whole vocabulary and under replay); share_out_of_band and share_out_of_reference_band
+    (of each token's own ratio to [0.2, 5]); share_of_dropped_tokens, share_of_dropped_trajectories;
+    ess: effective sample size of the weights as a share of the tokens; masked_q_mass,
+    masked_p_mass; centering_norm; tail_ratio; entropy; weight_mean; staleness.
     """
     count = jnp.maximum(sums["tokens"], 1.0)
     mean = {name: total / count for name, total in sums.items() if not name.endswith("_max")}
@@ -175,6 +223,9 @@ def finalize(sums: Sums) -> dict[str, jax.Array]:
         "ratio_mean": mean["ratio"],
         "share_out_of_band": mean["out_of_band"],
         "share_out_of_reference_band": mean["out_of_reference_band"],
+        "share_of_dropped_tokens": mean["dropped"],
+        "share_of_dropped_trajectories": sums["dropped_trajectories"]
+        / jnp.where(sums["trajectories"] > 0, sums["trajectories"], 1.0),
         "ess": jnp.where(
             squares > 0, jnp.square(mean["weight"]) / jnp.where(squares > 0, squares, 1), 0
         ),

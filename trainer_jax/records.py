@@ -2,21 +2,28 @@
 
 Owns the last check before records become arrays of a batch: what passes here cannot be wrong
 without the loss noticing. Must not repair anything: a record is used as it is or refused, with its
-sampler and trajectory named.
+sampler and trajectory named. The rules of a token's record serve `check_padded` as well, for
+callers that hand the loss arrays instead of trajectories.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from contracts.errors import BadInputError
-from contracts.types import Trajectory
+from contracts.types import CandidateSets, Trajectory
 
 # Log-probs are float32 of a float32 softmax: what is beyond these is not rounding.
 LOGP_TOLERANCE = 1e-3
 MASS_TOLERANCE = 1e-2
+
+_Rules = tuple[tuple[str, np.ndarray, np.ndarray], ...]  # rule, where it is broken, what is there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +34,23 @@ class RecordRules:
     vocab_size: int
     replay: bool  # sets are whole supports and hold the token drawn
     max_candidates: int
+    # sampler_logp is the set's own log-prob of the token drawn, if the set has it; False only for a
+    # tool that looks for records that contradict themselves
+    consistent: bool = True
+
+
+class _Sampled(NamedTuple):
+    """Sampled tokens with their records."""
+
+    tokens: np.ndarray  # int [T]
+    logp: np.ndarray  # [T]
+    sets: CandidateSets  # T sets
+
+
+class _Fault(NamedTuple):
+    rule: str
+    token: int  # index of the sampled token
+    found: object
 
 
 def describe(trajectory: Trajectory) -> str:
@@ -42,16 +66,20 @@ def check_trajectory(trajectory: Trajectory, rules: RecordRules) -> None:
     """Refuses a record the loss cannot use.
 
     Raises:
-        BadInputError: an unknown group, lengths that disagree, ids beyond the vocabulary, a trained
+        BadInputError: a reward that is not finite, an unknown group, arrays of another kind,
+            lengths or offsets that disagree, versions below 1, ids beyond the vocabulary, a trained
             token without context, log-probs not finite or above 0, candidate sets beyond the cap or
-            with an id twice, sets with more than all the mass; under replay also a set without the
-            token drawn, less than all the mass, or another log-prob for the token drawn.
+            with an id twice, sets with more than all the mass, another log-prob for the token drawn
+            than its set has; under replay also a set without the token drawn, or with less than
+            all the mass.
     """
+    check_reward(trajectory)
     subject = describe(trajectory)
     if trajectory.group not in rules.group_names:
         raise BadInputError(
             subject, expected=f"a group of {list(rules.group_names)}", found=repr(trajectory.group)
         )
+    _check_kinds(trajectory, subject)
     _check_lengths(trajectory, subject)
     beyond = np.flatnonzero(_beyond(trajectory.tokens, rules.vocab_size))  # given ones as well
     if len(beyond):
@@ -61,60 +89,134 @@ def check_trajectory(trajectory: Trajectory, rules: RecordRules) -> None:
             found=f"{trajectory.tokens[beyond[0]]} at position {beyond[0]}",
         )
     tokens = trajectory.tokens[trajectory.loss_mask]
-    sets, logp = trajectory.candidates, trajectory.sampler_logp
+    sampled = _Sampled(tokens, trajectory.sampler_logp, trajectory.candidates)
+    for fault in _faults(sampled, rules):
+        raise BadInputError(
+            subject, expected=fault.rule, found=f"{fault.found} at sampled token {fault.token}"
+        )
+
+
+def check_reward(trajectory: Trajectory) -> None:
+    """Refuses a reward that is no finite number; None (a failure of ours) passes."""
+    if trajectory.reward is not None and not math.isfinite(trajectory.reward):
+        raise BadInputError(
+            describe(trajectory), expected="a finite reward", found=trajectory.reward
+        )
+
+
+def check_padded(
+    sampled_T: np.ndarray,
+    candidate_ids_TxK: np.ndarray,
+    candidate_sampler_logp_TxK: np.ndarray,
+    sampler_logp_T: np.ndarray,
+    mask_T: np.ndarray,
+    rules: RecordRules,
+) -> None:
+    """The rules of a token's record for arrays padded with id -1 and log-prob -inf, where `mask_T`.
+
+    Raises:
+        BadInputError: as `check_trajectory`, naming the row; padding with another id or log-prob.
+    """
+    rows = np.flatnonzero(mask_T)
+    tokens, ids, logp = sampled_T[rows], candidate_ids_TxK[rows], candidate_sampler_logp_TxK[rows]
+    is_padding = ids < 0
+    sets = CandidateSets.from_counts((~is_padding).sum(1), ids[~is_padding], logp[~is_padding])
+    own_rules: _Rules = (
+        ("sampled token in the vocabulary", _beyond(tokens, rules.vocab_size), tokens),
+        ("candidate ids in the vocabulary, -1 at padding", np.any(ids < -1, axis=1), ids),
+        ("log-prob -inf at padding", np.any(is_padding & ~np.isneginf(logp), axis=1), logp),
+    )
+    sampled = _Sampled(tokens, sampler_logp_T[rows], sets)
+    for fault in itertools.chain(_broken(own_rules), _faults(sampled, rules)):
+        raise BadInputError(
+            f"record of token {rows[fault.token]}", expected=fault.rule, found=fault.found
+        )
+
+
+def _faults(sampled: _Sampled, rules: RecordRules) -> Iterator[_Fault]:
+    """What breaks the rules, the most basic first: a later rule may assume an earlier one."""
+    tokens, logp, sets = sampled
     owner = np.repeat(np.arange(len(tokens)), sets.counts)
-
-    def fail(rule: str, token: int, found: object) -> None:
-        raise BadInputError(subject, expected=rule, found=f"{found} at sampled token {token}")
-
-    for rule, bad, values, at in (
-        ("candidate ids in the vocabulary", _beyond(sets.ids, rules.vocab_size), sets.ids, owner),
-        ("sampler_logp finite and <= 0", _not_logp(logp), logp, None),
-        ("candidate log-probs finite and <= 0", _not_logp(sets.logp), sets.logp, owner),
+    most = f"at most {rules.max_candidates} candidates (train.candidate_buckets)"
+    yield from _broken(
         (
-            f"at most {rules.max_candidates} candidates (train.candidate_buckets)",
-            sets.counts > rules.max_candidates,
-            sets.counts,
-            None,
+            ("candidate ids in the vocabulary", _beyond(sets.ids, rules.vocab_size), sets.ids),
+            ("candidate log-probs finite and <= 0", _not_logp(sets.logp), sets.logp),
         ),
-    ):
-        if bad.any():
-            where = int(np.argmax(bad))
-            fail(rule, where if at is None else int(at[where]), values[where])
+        owner,
+    )
+    yield from _broken(
+        (
+            ("sampler_logp finite and <= 0", _not_logp(logp), logp),
+            (most, sets.counts > rules.max_candidates, sets.counts),
+        )
+    )
     keys = np.sort(owner * np.int64(rules.vocab_size) + sets.ids)
-    twice = np.flatnonzero(keys[1:] == keys[:-1])
-    if len(twice):
-        token, found = divmod(int(keys[twice[0]]), rules.vocab_size)
-        fail("candidate ids once", token, found)
+    for twice in keys[1:][keys[1:] == keys[:-1]]:
+        token, found = divmod(int(twice), rules.vocab_size)
+        yield _Fault("candidate ids once", token, found)
     mass = np.bincount(owner, np.exp(sets.logp.astype(np.float64)), minlength=len(tokens))
-    over = mass > 1 + MASS_TOLERANCE
-    if over.any():
-        fail("candidate mass <= 1", int(np.argmax(over)), mass[np.argmax(over)])
-    if rules.replay:
-        _check_support(tokens, trajectory, owner, mass, fail)
-
-
-def _check_support(tokens, trajectory: Trajectory, owner, mass, fail) -> None:
-    sets = trajectory.candidates
+    yield from _broken((("candidate mass <= 1", mass > 1 + MASS_TOLERANCE, mass),))
     own_logp = np.full(len(tokens), np.nan)
     hit = sets.ids == tokens[owner]
     own_logp[owner[hit]] = sets.logp[hit]
-    for rule, bad, values in (
+    if rules.replay:
+        yield from _broken(_support(tokens, own_logp, mass))
+    if rules.consistent:
+        differs = np.abs(own_logp - logp) > LOGP_TOLERANCE  # never where the set lacks the token
+        yield from _broken(
+            (("sampler_logp equal to the set's log-prob of the token drawn", differs, logp),)
+        )
+
+
+def _support(tokens: np.ndarray, own_logp: np.ndarray, mass: np.ndarray) -> _Rules:
+    whole = (
+        "a set that holds all of the sampler's mass (log-probs after truncation, loss.replay only "
+        "where sampling truncates)"
+    )
+    return (
         ("the token drawn in its replayed set", np.isnan(own_logp), tokens),
-        (
-            "a set that holds all of the sampler's mass (log-probs after truncation, loss.replay "
-            "only where sampling truncates)",
-            mass < 1 - MASS_TOLERANCE,
-            mass,
-        ),
-        (
-            "sampler_logp equal to the set's log-prob of the token drawn",
-            np.abs(own_logp - trajectory.sampler_logp) > LOGP_TOLERANCE,
-            trajectory.sampler_logp,
-        ),
-    ):
+        (whole, mass < 1 - MASS_TOLERANCE, mass),
+    )
+
+
+def _broken(rules: _Rules, owner: np.ndarray | None = None) -> Iterator[_Fault]:
+    """The first place where each rule is broken; `owner` maps places to tokens."""
+    for rule, bad, values in rules:
         if bad.any():
-            fail(rule, int(np.argmax(bad)), values[np.argmax(bad)])
+            place = int(np.argmax(bad))
+            found: Any = values[place]
+            found = found.tolist() if isinstance(found, np.ndarray) else found
+            yield _Fault(rule, place if owner is None else int(owner[place]), found)
+
+
+def _check_kinds(trajectory: Trajectory, subject: str) -> None:
+    sets = trajectory.candidates
+    for name, array, kind, word in (
+        ("tokens", trajectory.tokens, np.integer, "integers"),
+        ("loss_mask", trajectory.loss_mask, np.bool_, "booleans"),
+        ("sampler_logp", trajectory.sampler_logp, np.floating, "floating-point numbers"),
+        ("candidate offsets", sets.offsets, np.integer, "integers"),
+        ("candidate ids", sets.ids, np.integer, "integers"),
+        ("candidate log-probs", sets.logp, np.floating, "floating-point numbers"),
+    ):
+        if array.ndim != 1 or not np.issubdtype(array.dtype, kind):
+            raise BadInputError(
+                subject,
+                expected=f"{name} as a list of {word}",
+                found=f"an array of {array.dtype} with {array.ndim} dims",
+            )
+    if not len(sets.offsets) or sets.offsets[0] != 0 or (np.diff(sets.offsets) < 0).any():
+        raise BadInputError(
+            subject,
+            expected="candidate offsets that start at 0 and never fall",
+            found=sets.offsets.tolist()[:8],
+        )
+    for span in trajectory.spans:
+        if span.version < 1 or span.end <= span.start:
+            raise BadInputError(
+                subject, expected="spans of one token or more, with versions from 1", found=span
+            )
 
 
 def _check_lengths(trajectory: Trajectory, subject: str) -> None:

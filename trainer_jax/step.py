@@ -312,7 +312,8 @@ def _token_value(
     out: CandidateLogits, token: _Token, *, loss: LossConfig, group_names: tuple[str, ...]
 ) -> tuple[jax.Array, loss_metrics.TokenStats]:
     """The objective of each token alone: everything that couples tokens is already in `token`."""
-    record = _drop_off_policy(token.record, token.mean_log_ratio, loss.off_policy_limit)
+    dropped_T = _off_policy(token, loss.off_policy_limit)
+    record = _without(token.record, dropped_T)
     logits_TxK, sampled_logit_T = _logits_of(out, token)
     objective_T, stats = token_objective(
         logits_TxK,
@@ -326,6 +327,7 @@ def _token_value(
     )
     if out.entropy_T is not None:
         stats = loss_metrics.with_entropy(stats, out.entropy_T)
+    stats = loss_metrics.with_trajectories(stats, token.num_trained, dropped_T)
     if loss.reduction == "sequence-mean":
         objective_T /= jnp.maximum(token.num_trained, 1.0)
     return objective_T, stats
@@ -353,11 +355,18 @@ def _with_mean_log_ratio(
     ]
 
 
-def _drop_off_policy(record: SamplerRecord, mean_log_ratio_T, limit: float | None) -> SamplerRecord:
-    """Trajectories with A < 0 that the trainer finds unlikely teach nothing: advantage 0."""
+def _off_policy(token: _Token, limit: float | None) -> jax.Array | None:
+    """Whether a token's trajectory has A < 0 and is too unlikely for the trainer."""
     if limit is None:
+        return None
+    assert token.mean_log_ratio is not None
+    return (token.record.advantage_T < 0) & (-token.mean_log_ratio > limit)
+
+
+def _without(record: SamplerRecord, dropped_T: jax.Array | None) -> SamplerRecord:
+    """What is dropped teaches nothing: advantage 0."""
+    if dropped_T is None:
         return record
-    dropped_T = (record.advantage_T < 0) & (-mean_log_ratio_T > limit)
     return SamplerRecord(
         candidate_ids_TxK=record.candidate_ids_TxK,
         candidate_sampler_logp_TxK=record.candidate_sampler_logp_TxK,

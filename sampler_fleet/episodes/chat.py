@@ -96,8 +96,10 @@ class ChatFormat:
         path = directory / "tokenizer_config.json"
         try:
             config = json.loads(path.read_bytes())
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # of JSON or of UTF-8
             raise BadInputError(str(path), expected="JSON", found=str(error)) from None
+        if not isinstance(config, dict):
+            raise BadInputError(str(path), expected="an object", found=type(config).__name__)
         separate = directory / "chat_template.jinja"
         template = separate.read_text() if separate.exists() else config.get("chat_template")
         if not isinstance(template, str):

@@ -187,3 +187,10 @@ def test_entry_points_turn_bad_input_into_one_sentence_and_status_2(tmp_path) ->
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: /nowhere/at/all: No such file or directory\n"
+
+
+def test_dates_of_toml_become_text(tmp_path):
+    (tmp_path / "run.toml").write_text("[fleet]\nsince = 2026-05-01\nat = 07:30:00\n")
+    write_resolved(tmp_path / "record.json", read_resolved(tmp_path / "run.toml"))
+    record = read_resolved(tmp_path / "record.json")
+    assert record["fleet"] == {"since": "2026-05-01", "at": "07:30:00"}

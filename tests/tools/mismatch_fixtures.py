@@ -1,4 +1,4 @@
-"""Trajectories that a tiny model really sampled, for tests of the mismatch report.
+"""Trajectories that a tiny model really sampled, and a run, for tests of the mismatch report.
 
 The draws and their records are the engine's own (`sampler_fleet.engines.sampling`); the logits come
 from the trainer's model, with weights rounded as a sampler's precision would, and are rounded to
@@ -8,14 +8,17 @@ BF16 themselves.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 
+from contracts.runfile import write_resolved
 from contracts.types import (
     CandidateSets,
     Ending,
@@ -27,6 +30,8 @@ from contracts.types import (
 from sampler_fleet.engines.precision import quantize_nvfp4
 from sampler_fleet.engines.sampling import draw
 from sampler_fleet.episodes.chat import ChatFormat
+from tools.mismatch_report import __main__ as mismatch_report
+from trainer_jax.checkpoint import Checkpoints, Position
 from trainer_jax.hf import save_checkpoint
 from trainer_jax.models.config import ModelConfig
 from trainer_jax.models.qwen3_moe import Params, head_weight, hidden_states, init_params
@@ -183,3 +188,54 @@ def save_model(path: Path, params: Params) -> Path:
     """A checkpoint directory with the demo's tokenizer."""
     save_checkpoint(path, MODEL, params, copy_from=DEMO)
     return path
+
+
+def runner(monkeypatch, capsys):
+    """Runs the tool; returns its exit status, stdout and stderr."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["mismatch_report", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            mismatch_report.main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def earlier_params() -> Params:
+    """A policy that training left behind: near enough to look like noise."""
+    news, others = make_params(0), make_params(9)
+    return jax.tree.map(lambda new, other: new + 0.25 * (other - new), news, others)
+
+
+def make_run(tmp_path: Path) -> Path:
+    """A run whose gateway is at work, with two groups of one precision; one missed an update."""
+    directory = tmp_path / "run"
+    start = save_model(tmp_path / "start", earlier_params())
+    fleet = [
+        {"name": name, "weight_format": "bf16", "split_k": k}
+        for name, k in (("bf16", 1), ("late", 2))
+    ]
+    write_resolved(
+        directory_file(directory),
+        {
+            "run": {"name": "tiny"},
+            "model": {"checkpoint": str(start)},
+            "loss": {"arm": "sc+mis+top-p", "bands": {"late": {"ratio_low": 0.5, "ratio_high": 2}}},
+            "sampling": {"top_p": TOP_P.top_p, "top_k": TOP_P.top_k},
+            "fleet": {"groups": fleet},
+        },
+    )
+    checkpoints = Checkpoints(directory, keep=1)
+    position = Position(run="tiny", step=2, version=3, sequence=0, seed=0, elapsed_seconds=1.0)
+    checkpoints.save({"params": make_params(0), "step": np.int32(2)}, position)
+    checkpoints.close()
+    return directory
+
+
+def directory_file(directory: Path) -> Path:
+    """The config.json of a new directory."""
+    directory.mkdir()
+    return directory / "config.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -161,6 +162,10 @@ def _set(trajectory, index, *, ids=None, logp=None):
     )
 
 
+def _sets(trajectory, **changes):
+    return replace(trajectory, candidates=replace(trajectory.candidates, **changes))
+
+
 def _sampled(t, index):
     return int(t.tokens[t.loss_mask][index])
 
@@ -182,6 +187,26 @@ FAULTS = {
     "all of the sampler's mass": lambda t: _set(t, 2, ids=[_sampled(t, 2)], logp=[-0.5]),
     "equal to the set's": lambda t: replace(t, sampler_logp=t.sampler_logp - 1),
     "candidate sets": lambda t: replace(t, candidates=CandidateSets.empty()),
+    "a finite reward, found nan": lambda t: replace(t, reward=math.nan),
+    "a finite reward, found inf": lambda t: replace(t, reward=math.inf),
+    "tokens as a list of integers": lambda t: replace(t, tokens=t.tokens.astype(float)),
+    "loss_mask as a list of booleans": lambda t: replace(t, loss_mask=t.loss_mask.astype(int)),
+    "sampler_logp as a list of floating": lambda t: replace(
+        t, sampler_logp=np.zeros(len(t.sampler_logp), int)
+    ),
+    "candidate ids as a list of integers": lambda t: _sets(t, ids=t.candidates.ids * 1.0),
+    "offsets that start at 0 and never fall, found \\[3": lambda t: _sets(
+        t, offsets=np.r_[3, t.candidates.offsets[1:]]
+    ),
+    "offsets that start at 0 and never fall, found \\[0, 99": lambda t: _sets(
+        t, offsets=np.r_[0, 99, t.candidates.offsets[2:]]
+    ),
+    "versions from 1, found .*version=-5": lambda t: replace(
+        t, spans=tuple(replace(span, version=-5) for span in t.spans)
+    ),
+    "one token or more": lambda t: replace(
+        t, spans=(replace(t.spans[0], start=9, end=2), *t.spans[1:])
+    ),
     "token versions": lambda t: replace(t, spans=t.spans[:-1]),
     "prompt before": lambda t: replace(
         t, loss_mask=np.arange(len(t.tokens)) < np.count_nonzero(t.loss_mask)
@@ -195,7 +220,8 @@ def test_refusals_name_sampler_and_trajectory(says):
     check_trajectory(good, RULES)
     bad = FAULTS[says](good)
     with pytest.raises(BadInputError, match=says) as caught:
-        packed([TrajectoryGroup(sequence=1, task_id="task-x", trajectories=(bad,))])
+        group = TrajectoryGroup(sequence=1, task_id="task-x", trajectories=(bad,))
+        pack([group], [np.zeros(1)], row_tokens=32, rows=2, candidate_buckets=(4, 16), rules=RULES)
     for part in ("trajectory x0", "task task-x", "bf16-0", f"group {bad.group}"):
         assert part in str(caught.value)
 
@@ -206,6 +232,34 @@ def test_without_replay_the_token_may_lie_outside():
     assert found_tokens(batches) == trained_tokens(groups)
     with pytest.raises(BadInputError):
         packed(groups)
+
+
+def test_without_replay_a_record_may_not_contradict_itself():
+    """Unless a tool asks for such records."""
+    rules = replace(RULES, replay=False)
+    bad = random_groups()[0].trajectories[0]
+    bad = replace(bad, sampler_logp=bad.sampler_logp - 3)
+    with pytest.raises(BadInputError, match=r"trajectory x0 .* equal to the set's"):
+        check_trajectory(bad, rules)
+    check_trajectory(bad, replace(rules, consistent=False))
+
+
+def test_rewards_and_advantages_that_are_not_finite():
+    groups = random_groups()
+    quiet = replace(
+        groups[0].trajectories[0],
+        reward=math.nan,
+        loss_mask=np.zeros(len(groups[0].trajectories[0].tokens), bool),
+    )  # nothing to train on, so its record is not checked, but it has a say in the mean
+    sick = [replace(groups[0], trajectories=(quiet, *groups[0].trajectories[1:])), groups[1]]
+    with pytest.raises(BadInputError, match=r"trajectory x0 .* bf16-0 .* finite reward, found nan"):
+        advantages_of(sick, normalize=False)
+    with pytest.raises(BadInputError, match="rewards of a group: expected finite"):
+        group_advantages([math.nan, 1, 0], normalize=False)
+    advantages = advantages_of(groups, normalize=False)
+    advantages[0] = advantages[0] * np.float32(np.nan)
+    with pytest.raises(BadInputError, match=r"trajectory x0 .* a finite advantage, found nan"):
+        pack(groups, advantages, row_tokens=64, rows=1, candidate_buckets=(16,), rules=RULES)
 
 
 def test_advantages():

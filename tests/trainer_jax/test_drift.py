@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from tests.trainer_jax.drift import GRPO, IS, MIS, TIS, drift
+from tests.trainer_jax.drift import ERROR, GRPO, IS, LR, MIS, START, STEPS, TIS, drift
+from tests.trainer_jax.loss_oracle import kl, softmax
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -29,3 +31,20 @@ def test_uncorrected_arms_move(weight, replay, advantage):
 def test_the_wrong_centering_moves(advantage):
     moved = drift(MIS, center=True, replay=True, advantage=advantage, wrong=True)
     assert moved[-1] > 0.02
+
+
+def test_a_kink_is_a_token_that_crosses_a_bound():
+    """What docs/images/drift.png says of the bends of `grpo+mis`."""
+    start = np.asarray(START, float)
+    logits, kept, moved = start, [], []
+    for _ in range(STEPS):
+        p, q = softmax(logits), softmax(logits + np.asarray(ERROR, float))
+        kept.append((p / q >= MIS["ratio_low"]) & (p / q <= MIS["ratio_high"]))
+        weighted = np.where(kept[-1], p, 0)
+        logits = logits - LR * (weighted - weighted.sum() * p)  # A = -1
+        moved.append(kl(softmax(logits), softmax(start)))
+    curve = drift(MIS, center=False, replay=False, advantage=-1.0)
+    np.testing.assert_allclose(curve, moved, rtol=1e-3, atol=1e-6)
+    is_kink = np.abs(np.diff(curve, 2)) > 0.02
+    crossed = np.any(np.diff(kept, axis=0), axis=1)[1:]
+    assert is_kink.sum() == 3 and crossed[is_kink].all()

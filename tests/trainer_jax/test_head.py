@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from contracts.errors import BadInputError
 from trainer_jax.head import Part, candidate_logits, token_sum
 
 T, D, V, K = 13, 8, 50, 5
@@ -100,6 +101,41 @@ def test_a_sum_over_tokens_has_the_gradient_of_its_logits(normalizer, chunk):
     want = jax.value_and_grad(theirs, (0, 1), has_aux=True)(hidden, head)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("normalizer", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"ids": np.full((T, K), V)}, f"ids below {V}, the vocabulary, .* found {V}"),
+        ({"ids": np.full((T, K), -7)}, "found -7"),
+        ({"ids": np.zeros((5, K), int)}, f"\\[{T}\\], as the hidden states"),
+        ({"ids": np.zeros((T, 0), int)}, "at least one candidate"),
+        ({"ids": np.zeros((T, K))}, "integers"),
+        ({"hidden": np.zeros(D)}, "hidden_TxD: "),
+        ({"hidden": np.zeros((T, D), int)}, "floating-point"),
+        ({"head": np.zeros((V, D - 1))}, f"\\[V, {D}\\]"),
+        ({"head": np.zeros(D)}, "head_weight_VxD: "),
+        *[({"temperature": bad}, "temperature: ") for bad in (0.0, -1.0, np.nan, "1", None)],
+    ],
+)
+def test_refusals(normalizer, changes, says):
+    hidden, head, ids, _ = data()
+    values = {"hidden": hidden, "head": head, "ids": ids, "temperature": 1.0} | changes
+    with pytest.raises(BadInputError, match=says):
+        candidate_logits(
+            values["hidden"], values["head"], values["ids"],
+            normalizer=normalizer, temperature=values["temperature"],
+        )  # fmt: skip
+
+
+def test_values_are_not_looked_at_under_tracing():
+    """Ids beyond the vocabulary are refused where they are known, and cost nothing elsewhere."""
+    hidden, head, ids, _ = data()
+    run = jax.jit(lambda ids: candidate_logits(hidden, head, ids, normalizer=True).normalizer_T)
+    np.testing.assert_array_equal(run(ids + V), run(ids))
+    with pytest.raises(BadInputError, match="hidden states"):
+        run(ids[:2])
 
 
 def test_bfloat16_hidden_states_accumulate_in_float32():

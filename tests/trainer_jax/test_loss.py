@@ -330,7 +330,8 @@ def test_metrics_by_brute_force(arm):
     if not arm.replay:
         lump_p, lump_q = [*lump_p, 1 - sum(lump_p)], [*lump_q, 1 - sum(lump_q)]
     ratio = p[q > 0] / q[q > 0]
-    outside = (ratio < arm.low) | (ratio > arm.high)
+    outside = ((ratio < arm.low) | (ratio > arm.high)) & (arm.importance == "masked")
+    low = 0.0 if arm.importance == "truncated" else arm.low
     w = np.array([{"none": 1, "truncated": min(x, arm.high)}.get(
         arm.importance, x * (arm.low <= x <= arm.high)) for x in r])  # fmt: skip
     want = {
@@ -340,11 +341,12 @@ def test_metrics_by_brute_force(arm):
         "ratio_mean": r.mean(),
         "abs_dlogp": np.abs(np.log(r)).mean(),
         "abs_dlogp_max": np.abs(np.log(r)).max(),
-        "share_out_of_band": np.mean((r < arm.low) | (r > arm.high)),
+        "share_out_of_band": np.mean((r < low) | (r > arm.high)),
         "share_out_of_reference_band": np.mean((r < 0.2) | (r > 5)),
         "ess": w.mean() ** 2 / np.mean(w**2) if w.any() else 0,
         "masked_q_mass": q[q > 0][outside].sum(),
         "masked_p_mass": p[q > 0][outside].sum(),
+        "share_of_dropped_tokens": 0,
         "entropy": -(p[p > 0] * np.log(p[p > 0])).sum(),
         "tail_ratio": 0 if arm.replay else lump_q[-1] / lump_p[-1],
     }

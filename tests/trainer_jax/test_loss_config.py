@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -61,7 +63,15 @@ def test_what_the_run_file_says_wins():
         ({"arm": "gspo", "center": True}, "depends on one token alone"),
         ({"off_policy_limit": 0.1}, "puts back the drift"),
         ({"arm": "grpo", "bands": {"a": {"ratio_low": 0.5, "ratio_high": 2}}}, "masked"),
+        (
+            {"arm": "tis", "bands": {"a": {"ratio_low": 0.5, "ratio_high": 2}}},
+            "say which tokens of a group are masked; 'truncated' masks no token",
+        ),
         ({"bands": {"a": {"ratio_low": 0.5}}}, "a value"),
+        ({"bands": {"a": {"ratio_low": 1, "ratio_high": 1}}}, "not both 1"),
+        ({"ratio_low": 1, "ratio_high": 1}, "not both 1"),
+        ({"reduction": "constant", "constant": math.inf}, "constant"),
+        ({"arm": "grpo", "off_policy_limit": math.inf}, "off_policy_limit"),
         ({"reduction": "constant"}, "constant"),
         ({"constant": 5.0}, "constant"),
     ],
@@ -69,6 +79,15 @@ def test_what_the_run_file_says_wins():
 def test_refusals(data, says):
     with pytest.raises(BadInputError, match=says):
         parse(**data)
+
+
+def test_another_importance_takes_nothing_of_the_weight_it_replaces():
+    own = {"importance": "masked", "ratio_low": 0.5, "ratio_high": 2.0}
+    assert parse(arm="gspo").reduction == "sequence-mean"
+    assert parse(arm="gspo", **own).reduction == "token-mean"
+    assert parse(arm="gspo", importance="sequence").reduction == "sequence-mean"
+    assert parse(arm="gspo", reduction="sequence-mean", **own).reduction == "sequence-mean"
+    assert parse(arm="sc+mis", importance="none").center, "the rest of the arm stays"
 
 
 def test_sequence_masking_composes_without_centering():

@@ -161,11 +161,31 @@ nan, inf = np.float32(np.nan), np.float32(np.inf)
         ({"candidate_ids_TxK": np.array([[3, 5, -1], [4, 0, -1]])}, "ids in the vocabulary"),
         ({"sampled_T": np.array([7, 4])}, "sampled token in the vocabulary"),
         ({"sampled_T": np.array([0, 4])}, "drawn in its replayed set"),
-        ({"sampler_logp_T": np.array([nan, 0])}, "finite sampler_logp"),
+        ({"sampler_logp_T": np.array([nan, 0])}, "sampler_logp finite"),
+        (
+            {"sampler_logp_T": np.array([5, np.log(0.6)], np.float32)},
+            "sampler_logp finite and <= 0",
+        ),
+        ({"sampler_logp_T": np.log([0.1, 0.6]).astype(np.float32)}, "equal to the set's log-prob"),
         ({"advantage_T": np.array([inf, 0])}, "finite advantage"),
+        ({"candidate_ids_TxK": np.array([[3, 3, -1], [4, 0, -1]])}, "token 0: .*ids once, found 3"),
+        ({"mask_T": np.array([1, np.nan], np.float32)}, "mask_T: expected 0 or 1, found nan"),
+        ({"mask_T": np.array([1, 2])}, "mask_T: expected 0 or 1, found 2"),
         (
             {"candidate_sampler_logp_TxK": np.array([[-inf, 0, -inf], [0, 0, -inf]])},
-            "finite candidate",
+            "candidate log-probs finite",
+        ),
+        (
+            {"candidate_sampler_logp_TxK": np.array([[5, 0, -inf], [0, 0, -inf]])},
+            "candidate log-probs finite and <= 0, found 5",
+        ),
+        (
+            {"candidate_sampler_logp_TxK": np.array([[-0.3, -0.3, -inf], [-0.5, -1, -inf]])},
+            "candidate mass <= 1",
+        ),
+        (
+            {"candidate_sampler_logp_TxK": np.array([[-0.3, -3.0, -inf], [-0.5, -1, -inf]])},
+            "all of the sampler's mass",
         ),
         ({"candidate_sampler_logp_TxK": np.zeros((2, 3), np.float32)}, "at padding"),
     ],
@@ -173,6 +193,84 @@ nan, inf = np.float32(np.nan), np.float32(np.inf)
 def test_refuses_bad_records(changes, says):
     with pytest.raises(BadInputError, match=says):
         run(record(**changes))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [([0, nan, 0, 0, 0], "no NaN"), ([0, inf, 0, 0, 0], "no NaN"), ([-inf] * 5, "not banned")],
+)
+@pytest.mark.parametrize("replay", [False, True])
+def test_refuses_bad_logits_of_trained_rows(row, says, replay):
+    """Where they are concrete: under `grad` they are traced."""
+    values = record(logits_TxV=np.array([[1, 0, 0, 1, 2], row], np.float32))
+    settings = {**MIS, "center": True, "replay": replay, "num_tokens": 2}
+    with pytest.raises(BadInputError, match=f"logits_TxV: .*{says}.* at token 1"):
+        objective_from_logits(*values.values(), **settings)
+    values["mask_T"] = np.array([True, False])
+    values["candidate_ids_TxK"][1] = 99
+    objective_from_logits(*values.values(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"candidate_ids_TxK": np.array([[3.0, 2, -1], [4, 0, -1]])}, "integers, found .* float"),
+        ({"sampled_T": np.array([3.0, 4.0])}, "integers, found .* float"),
+        ({"logits_TxV": np.zeros((2, 5), np.int32)}, "floating-point numbers, found .* int32"),
+        ({"logits_TxV": np.zeros((2, 5), np.complex64)}, "floating-point numbers, .* complex64"),
+        ({"logits_TxV": np.float32(0)}, "with a token and a vocabulary"),
+        ({"logits_TxV": np.zeros((2, 0), np.float32)}, "with a token and a vocabulary"),
+        ({"logits_TxV": None}, "logits_TxV: .* found NoneType"),
+        ({"candidate_ids_TxK": [[1], [1, 2]]}, "candidate_ids_TxK: .* found list"),
+        ({"mask_T": np.array(["a", "b"])}, "mask_T: .* booleans"),
+        ({"advantage_T": np.array([True, False])}, "advantage_T: .* real numbers, found .* bool"),
+    ],
+)
+def test_refuses_arrays_of_another_kind(changes, says):
+    values = record(**changes)
+    with pytest.raises(BadInputError, match=says):
+        objective_from_logits(*values.values(), **MIS, center=True, replay=True, num_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        *[
+            ({name: bad}, f"{name}: expected a finite number above 0")
+            for name in ("temperature", "num_tokens")
+            for bad in (0, -1, math.nan, math.inf, "7", None, np.ones(2), True)
+        ],
+        *[({name: bad}, f"{name}: .* True or False") for name in ("center", "replay")
+          for bad in ("no", None, 1)],
+        *[({"ratio_low": bad}, "ratio_low") for bad in ("a", np.ones(2), True)],
+        *[({"ratio_high": bad}, "the band") for bad in (math.inf, math.nan)],
+        ({"ratio_low": 2.0, "ratio_high": 3.0}, "ratio_low <= 1"),
+        ({"importance": "truncated", "ratio_low": None, "ratio_high": 0.5}, "1 <= ratio_high"),
+        ({"importance": None}, "importance"),
+    ],
+)  # fmt: skip
+def test_refuses_settings_out_of_range(settings, says):
+    settings = {**MIS, "center": True, "replay": True, "num_tokens": 2, **settings}
+    with pytest.raises(BadInputError, match=says):
+        objective_from_logits(*record().values(), **settings)
+
+
+@WEIGHTS
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("banned", [[1], [1, 3]], ids=["outside K", "the token drawn too"])
+def test_banned_tokens(weight, center, replay, banned):
+    """A logit of -inf has no mass and no gradient, and leaves everything finite (`run` checks)."""
+    values = record()
+    values["logits_TxV"][0, banned] = -np.inf
+    _, metrics, gradient = run(values, weight=weight, center=center, replay=replay)
+    far = record()
+    far["logits_TxV"][0, banned] = -80
+    _, want, want_gradient = run(far, weight=weight, center=center, replay=replay)
+    others = np.delete(np.arange(5), banned)
+    np.testing.assert_allclose(gradient[:, others], want_gradient[:, others], atol=1e-6)
+    assert not gradient[0, banned].any()
+    np.testing.assert_allclose(metrics["entropy"], want["entropy"], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +293,7 @@ def test_refuses_bad_arms(settings, center):
 
 def test_refuses_an_empty_batch():
     empty = {name: value[:0] for name, value in record().items()}
-    with pytest.raises(BadInputError, match="at least one token"):
+    with pytest.raises(BadInputError, match="with a token"):
         run(empty)
     with pytest.raises(BadInputError, match="num_tokens"):
         run(record(), num_tokens=0)

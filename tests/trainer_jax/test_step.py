@@ -16,6 +16,7 @@ import optax
 import pytest
 
 from contracts.errors import BadInputError
+from contracts.types import CandidateSets
 from tests.trainer_jax.random_trajectories import random_groups
 from trainer_jax.advantages import advantages_of
 from trainer_jax.batch import pack
@@ -170,12 +171,20 @@ def test_reductions():
 
 
 def shifted(groups, by):
-    """The same with every sampler_logp moved: candidate sets do not matter to GSPO."""
+    """The same with every sampler_logp moved, and without the sets, which GSPO does not need."""
     return [
         replace(
             g,
             trajectories=tuple(
-                replace(t, sampler_logp=np.minimum(t.sampler_logp + np.float32(by), 0))
+                replace(
+                    t,
+                    sampler_logp=np.minimum(t.sampler_logp + np.float32(by), 0),
+                    candidates=CandidateSets.from_counts(
+                        np.zeros(len(t.sampler_logp), np.int64),
+                        t.candidates.ids[:0],
+                        t.candidates.logp[:0],
+                    ),
+                )
                 for t in g.trajectories
             ),
         )
@@ -194,7 +203,20 @@ def test_gspo():
     clipped = np.where(np.array(advantages) > 0, ratios > 1.01, ratios < 0.99)
     assert clipped.any() and not clipped.all()
     weights = np.where(clipped, 0, ratios)
-    assert_same(run(groups, loss)[0], expect(groups, loss, lambda i, n: weights[i] / n / 7))
+    gradient, metrics = run(groups, loss)
+    assert_same(gradient, expect(groups, loss, lambda i, n: weights[i] / n / 7))
+    lengths = np.array([len(t.sampler_logp) for t in members])
+    outside = (ratios < 0.99) | (ratios > 1.01)
+    assert outside.sum() > clipped.sum(), "what is out of band is not always dropped"
+    for name, value in {
+        "share_out_of_band": lengths[outside].sum() / lengths.sum(),
+        "share_of_dropped_tokens": lengths[clipped].sum() / lengths.sum(),
+        "share_of_dropped_trajectories": clipped.mean(),
+        "weight_mean": (weights * lengths).sum() / lengths.sum(),
+        "masked_q_mass": 0,
+        "masked_p_mass": 0,
+    }.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
 
 
 def test_off_policy_sequence_masking():
@@ -208,7 +230,17 @@ def test_off_policy_sequence_masking():
     assert 0 < dropped.sum() < (gaps > limit).sum()
     num_tokens = count_tokens(groups)
     want = expect(groups, loss, lambda i, n: (not dropped[i]) / num_tokens)
-    assert_same(run(groups, loss)[0], want)
+    gradient, metrics = run(groups, loss)
+    assert_same(gradient, want)
+    _, plain = run(groups, LossConfig(arm="grpo", off_policy_limit=limit))
+    _, free = run(groups, LossConfig(arm="grpo+mis"))
+    lengths = np.array([len(t.sampler_logp) for t in members])
+    share = lengths[dropped].sum() / num_tokens
+    np.testing.assert_allclose(metrics["share_of_dropped_tokens"], share, rtol=1e-5)
+    np.testing.assert_allclose(metrics["share_of_dropped_trajectories"], dropped.mean(), rtol=1e-5)
+    assert free["share_of_dropped_tokens"] == free["share_of_dropped_trajectories"] == 0
+    np.testing.assert_allclose(plain["weight_mean"], 1 - share, rtol=1e-5)
+    assert metrics["kl"] == free["kl"], "and its mismatch is reported all the same"
 
 
 def test_packing_does_not_matter():

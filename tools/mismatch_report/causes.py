@@ -1,7 +1,8 @@
 """What is wrong, by evidence: the likely cause of a mismatch, named with the numbers that say so.
 
-Owns the tests and their limits. A sampler's noise (precision, kernels, age) is no cause: it leaves
-a record that its own draws agree with, and a policy that the checkpoint still recognizes.
+Owns the tests of what was drawn and recorded, and their limits. A sampler's noise (precision,
+kernels, age) is no cause: it leaves a record that its own draws agree with, and a policy that the
+checkpoint still recognizes.
 
 - A record is of the distribution drawn from if the tokens drawn are as surprising under it as it
   says itself, and lean no more to the checkpoint than it says: the sums of -log q(drawn) - H(q)
@@ -9,8 +10,6 @@ a record that its own draws agree with, and a policy that the checkpoint still r
   record is of instead is seen by reading it in other ways.
 - Samplers whose records are right are on other weights if the checkpoint prefers other candidates
   than they do, or if they are far from samplers of the same precision at the same versions.
-- Tokens that no sampler drew were encoded by the gateway: the checkpoint's own tokenizer and chat
-  template must give the same.
 """
 
 from __future__ import annotations
@@ -19,14 +18,10 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from contracts.errors import BadInputError
 from contracts.types import Trajectory
-from sampler_fleet.episodes.chat import ChatFormat
 from tools.mismatch_report.tokens import Reading, Setup, Tokens
 from trainer_jax.loss_metrics import LOG_RATIO_LIMIT
 from trainer_jax.records import MASS_TOLERANCE
@@ -39,8 +34,6 @@ _AGREEMENT = 0.4  # the least correlation with the right weights, whatever the p
 _TIMES_PEERS = 4.0
 _LEAST_KL = 1e-3
 _TEMPERATURE_OFF = 0.1  # logarithm of the factor, beyond what noise does
-_ROUND_TRIP = 0.85
-_TEMPLATE_FITS = 0.5
 
 
 class Cause(enum.StrEnum):
@@ -55,20 +48,23 @@ class Cause(enum.StrEnum):
     TEMPLATE = "another chat template"
 
 
-_RECORD = "record log-probs of the distribution drawn from, after temperature, top-k and top-p"
+_RECORD = (
+    "Have the sampler record log-probs of the distribution it draws from: after temperature, top-k "
+    "and top-p."
+)
 REMEDY = {
     Cause.BEFORE_TEMPERATURE: _RECORD,
     Cause.BEFORE_TRUNCATION: _RECORD,
     Cause.BEFORE_BOTH: _RECORD,
     Cause.OTHER_DISTRIBUTION: _RECORD,
-    Cause.OTHER_TEMPERATURE: "have sampler and [sampling] agree on the temperature; of tokens much "
-    "older than the checkpoint, training may have sharpened or flattened the policy instead",
-    Cause.OTHER_WEIGHTS: "replace the sampler, and compare its version and checksums with the "
-    "weight service's",
-    Cause.OTHER_CHECKPOINT: "give the checkpoint of the versions sampled from; if this is it, no "
-    "sampler serves what it says",
-    Cause.TOKENIZER: "give gateway and policy one tokenizer.json",
-    Cause.TEMPLATE: "give gateway and policy one chat template",
+    Cause.OTHER_TEMPERATURE: "Have sampler and [sampling] agree on the temperature. Of tokens much "
+    "older than the checkpoint, training may have sharpened or flattened the policy instead.",
+    Cause.OTHER_WEIGHTS: "Replace the sampler, and compare its version and checksums with the "
+    "weight service's.",
+    Cause.OTHER_CHECKPOINT: "Give the checkpoint of the versions sampled from. If this is it, no "
+    "sampler serves what it says.",
+    Cause.TOKENIZER: "Give gateway and policy one tokenizer.json.",
+    Cause.TEMPLATE: "Give gateway and policy one chat template.",
 }
 
 
@@ -83,7 +79,9 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A sampler's own tokens: of the trajectories that it alone served."""
+    """What is judged as one: a sampler's tokens, of the trajectories that it alone served. Without
+    a sampler, the rest of its group: of trajectories that several served, or nobody named, and of
+    samplers with fewer than MIN_TOKENS."""
 
     group: str
     sampler: str
@@ -91,16 +89,21 @@ class Unit:
 
     @property
     def name(self) -> str:
-        return f"sampler {self.sampler}"
+        return f"sampler {self.sampler}" if self.sampler else "the rest"
 
 
 KlUnder = Callable[[Unit], Mapping[str, float]]  # mean KL under other checkpoints, by name
 
 
 def units_of(trajectories: Sequence[Trajectory], tokens: Tokens) -> list[Unit]:
-    """Samplers in the order of their groups and names."""
-    owner_M = [(t.group, t.sampler_ids[0] if len(t.sampler_ids) == 1 else "") for t in trajectories]
-    owners = sorted({owner for owner in owner_M if owner[1]})
+    """Every token's, in the order of groups and samplers."""
+    lengths = Counter[tuple[str, str]]()
+    for t in trajectories:
+        if len(t.sampler_ids) == 1:
+            lengths[t.group, t.sampler_ids[0]] += int(t.loss_mask.sum())
+    large = {owner for owner, num in lengths.items() if num >= MIN_TOKENS}
+    alone_M = [(t.group, t.sampler_ids[0] if len(t.sampler_ids) == 1 else "") for t in trajectories]
+    owner_M = [owner if owner in large else (owner[0], "") for owner in alone_M]
     return [
         Unit(
             group=group,
@@ -109,26 +112,31 @@ def units_of(trajectories: Sequence[Trajectory], tokens: Tokens) -> list[Unit]:
                 np.array([owner == (group, sampler) for owner in owner_M])[tokens.trajectory]
             ),
         )
-        for group, sampler in owners
+        for group, sampler in sorted(set(owner_M))
     ]
+
+
+def judged_of(units: Iterable[Unit]) -> list[Unit]:
+    """Those with tokens enough."""
+    return [unit for unit in units if len(unit.tokens) >= MIN_TOKENS]
 
 
 def diagnose(
     units: Sequence[Unit], setup: Setup, *, precision: Mapping[str, str], kl_under: KlUnder
 ) -> list[Finding]:
-    """Causes in the records of samplers; groups whose samplers share one are named as a whole.
+    """Causes in the records of units; groups whose units share one are named as a whole.
 
     Args:
         precision: how each group computes; samplers of groups without one have peers only in their
             own group.
     """
-    judged = [unit for unit in units if len(unit.tokens) >= MIN_TOKENS]
-    found: dict[str, tuple[Unit, Cause, str]] = {}
+    judged = judged_of(units)
+    found: dict[tuple[str, str], tuple[Unit, Cause, str]] = {}
     for unit in judged:
         fault = record_fault(unit.tokens, setup) or temperature_fault(unit.tokens, setup)
         if fault:
-            found[unit.name] = (unit, *fault)
-    sound = [unit for unit in judged if unit.name not in found]
+            found[unit.group, unit.sampler] = (unit, *fault)
+    sound = [unit for unit in judged if (unit.group, unit.sampler) not in found]
     lost = [unit for unit in sound if agreement(unit.tokens) < _AGREEMENT]
     for unit in sound:
         peers = [
@@ -137,7 +145,7 @@ def diagnose(
         evidence = _unrelated(unit) if unit in lost else _far_from(unit, peers)
         if evidence:
             cause = Cause.OTHER_CHECKPOINT if len(lost) == len(judged) else Cause.OTHER_WEIGHTS
-            found[unit.name] = (unit, cause, evidence + _fits_better(unit, kl_under))
+            found[unit.group, unit.sampler] = (unit, cause, evidence + _fits_better(unit, kl_under))
     return _merge(list(found.values()), judged)
 
 
@@ -212,7 +220,7 @@ def record_fault(tokens: Tokens, setup: Setup) -> tuple[Cause, str] | None:
     cut = misses_tail or (setup.truncates and partial > 0.5)
     if not (surprising or leans or cut or contradicting > 0.5):
         return None
-    parts = [_ratio_sentence(tokens)]
+    parts = []
     if surprising:
         gap, distance = surprising
         parts.append(
@@ -234,6 +242,7 @@ def record_fault(tokens: Tokens, setup: Setup) -> tuple[Cause, str] | None:
         parts.append(
             f"for {contradicting:.0%} of the tokens sampler_logp is not the set's own log-prob"
         )
+    parts += _ratio_off(tokens)
     best, sentence = _best_reading(tokens, setup, over_set=expected.over_set and not cut)
     warmer = best.temperature != expected.temperature
     truncated = best.over_set != expected.over_set or (misses_tail and not warmer)
@@ -274,13 +283,13 @@ def _best_reading(tokens: Tokens, setup: Setup, *, over_set: bool) -> tuple[Read
     )
 
 
-def _ratio_sentence(tokens: Tokens) -> str:
-    ratio_T = tokens.stat("ratio")
-    error = float(ratio_T.std() / np.sqrt(len(tokens)))
-    return (
-        f"E[r] is {ratio_T.mean():.3f} +- {error:.3f} where "
-        f"{tokens.expected_ratio.mean():.3f} is right"
-    )
+def _ratio_off(tokens: Tokens) -> list[str]:
+    """A sentence on the mean ratio if it is evidence: other than that of a right record."""
+    ratio_T, right = tokens.stat("ratio"), float(tokens.expected_ratio.mean())
+    mean, error = float(ratio_T.mean()), float(ratio_T.std() / np.sqrt(len(tokens)))
+    if abs(mean - right) < max(3 * error, _LEAST_GAP):
+        return []
+    return [f"E[r] is {mean:.3f} +- {error:.3f} where {right:.3f} is right"]
 
 
 # Weights.
@@ -365,89 +374,3 @@ def _fits_better(unit: Unit, kl_under: KlUnder) -> str:
     if others[name] < own / 2:
         return f"; under {name} its KL falls to {others[name]:.4f}"
     return f"; {name} fits no better (KL {others[name]:.4f})"
-
-
-# Text.
-
-
-def text_faults(
-    trajectories: Sequence[Trajectory], directory: Path
-) -> tuple[list[Finding], list[str]]:
-    """Causes in the tokens that nobody drew, and what was or could not be checked."""
-    if not (directory / "tokenizer.json").exists():
-        return [], [f"no tokenizer.json in {directory}: tokenizer and chat template not checked"]
-    try:
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    except Exception as error:  # the library raises nothing narrower
-        raise BadInputError(
-            str(directory / "tokenizer.json"), expected="a tokenizer", found=error
-        ) from None
-    contexts = [part for t in trajectories for part in _given_parts(t)]
-    unknown = {i for part in contexts for i in np.unique(part) if not tokenizer.id_to_token(int(i))}
-    share = round_trip_share(contexts, tokenizer)
-    said = f"{share:.1%} of the tokens given to the samplers come back when encoded again"
-    if unknown or share < _ROUND_TRIP:
-        ids = f"; ids without a token: {len(unknown)}, such as {min(unknown)}" if unknown else ""
-        evidence = f"{said} by {directory / 'tokenizer.json'}{ids}"
-        return [Finding(cause=Cause.TOKENIZER, subject="prompts", evidence=evidence)], []
-    try:
-        chat = ChatFormat.load(directory)
-    except (BadInputError, FileNotFoundError) as error:
-        return [], [said, f"chat template not checked: {error}"]
-    heads, openings = template_shares(trajectories, chat)
-    template = f"{heads:.1%} of the prompts begin, and {openings:.1%} of the replies are opened"
-    if min(heads, openings) < _TEMPLATE_FITS:
-        evidence = f"{template} as the chat template of {directory} does"
-        return [Finding(cause=Cause.TEMPLATE, subject="prompts", evidence=evidence)], [said]
-    return [], [said, f"{template} as the checkpoint's chat template does"]
-
-
-def _given_parts(trajectory: Trajectory) -> list[np.ndarray]:
-    """The runs of tokens between the sampled ones."""
-    edges = np.flatnonzero(np.diff(trajectory.loss_mask)) + 1
-    parts = np.split(trajectory.tokens, edges)
-    return [part for part in parts[0 if not trajectory.loss_mask[0] else 1 :: 2] if len(part)]
-
-
-def round_trip_share(parts: Iterable[np.ndarray], tokenizer: Tokenizer) -> float:
-    """Share of the tokens that decoding and encoding again gives back, in any order.
-
-    Pieces between control tokens are taken by themselves. Where template and content meet, they
-    were encoded apart, so a right tokenizer doesn't quite reach 1.
-    """
-    control = np.array(
-        [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special], np.int64
-    )
-    kept = total = 0
-    pieces = Counter(
-        tuple(piece[~np.isin(piece, control)].tolist())
-        for part in parts
-        for piece in np.split(part, np.flatnonzero(np.isin(part, control)))
-    )
-    for piece, times in pieces.items():
-        again = tokenizer.encode(tokenizer.decode(list(piece)), add_special_tokens=False).ids
-        kept += times * sum((Counter(piece) & Counter(again)).values())
-        total += times * len(piece)
-    return kept / total if total else 1.0
-
-
-def template_shares(trajectories: Sequence[Trajectory], chat: ChatFormat) -> tuple[float, float]:
-    """Shares of prompts that begin, and of replies that are opened, as the template does."""
-    turns = [chat.start("a", "b"), chat.start("c", "d"), chat.observe("a"), chat.observe_error("c")]
-    turns = [turn.tolist() for turn in turns]
-    head, opening = _common(turns[:2]), _common([turn[::-1] for turn in turns])[::-1]
-    heads = [t.tokens[: len(head)].tolist() == head for t in trajectories]
-    openings = [
-        t.tokens[max(0, start - len(opening)) : start].tolist() == opening
-        for t in trajectories
-        for start in np.flatnonzero(np.diff(t.loss_mask.astype(np.int8)) == 1) + 1
-    ]
-    return float(np.mean(heads)), float(np.mean(openings))
-
-
-def _common(rows: Sequence[list[int]]) -> list[int]:
-    """Their longest common beginning."""
-    num = 0
-    while all(len(row) > num and row[num] == rows[0][num] for row in rows):
-        num += 1
-    return rows[0][:num]

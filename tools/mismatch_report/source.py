@@ -13,10 +13,11 @@ import asyncio
 import io
 import sqlite3
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
@@ -40,6 +41,7 @@ from weight_sync.manifest import NAME as MANIFEST
 from weight_sync.manifest import read_manifest
 
 LOG = "groups.sqlite"
+_T = TypeVar("_T")
 _SQLITE = b"SQLite format 3\0"
 
 
@@ -84,6 +86,13 @@ def read_source(path: Path) -> Source:
     if (path / LOG).exists():  # a gateway's state directory
         return Source(path=path, groups=_not_empty(path, _read_log(path / LOG)))
     raise BadInputError(str(path), expected=f"a run's {RECORD} or a gateway's {LOG}", found="none")
+
+
+def input_files(path: Path) -> list[Path]:
+    """What a source of this path is read from: files, and directories of them."""
+    if not path.is_dir():
+        return [path]
+    return [path / RECORD, path / LOG, path / "gateway", path / CHECKPOINTS]
 
 
 def _read_run(path: Path) -> Source:
@@ -195,7 +204,7 @@ def read_checkpoint(path: Path, *, start: Path | None = None) -> Checkpoint:
         BadInputError: neither.
     """
     if not (path / "position").exists():
-        config, params = load_checkpoint(path)
+        config, params = _naming(path, load_checkpoint)
         version = read_manifest(path).version if (path / MANIFEST).exists() else None
         return Checkpoint(path=path, config=config, params=params, version=version, tokenizer=path)
     version = read_position(path).version
@@ -206,8 +215,20 @@ def read_checkpoint(path: Path, *, start: Path | None = None) -> Checkpoint:
         raise BadInputError(f"checkpoint {path}", expected="a run's record above it", found="none")
     return Checkpoint(
         path=path,
-        config=load_config(start),
+        config=_naming(start, load_config),
         params=read_params(path),
         version=version,
         tokenizer=start,
     )
+
+
+def _naming(directory: Path, load: Callable[[Path], _T]) -> _T:
+    """What `load` gives; its errors name the directory."""
+    try:
+        return load(directory)
+    except BadInputError as error:
+        if str(directory) in error.rule:
+            raise
+        raise BadInputError(
+            f"checkpoint {directory}, {error.rule}", expected=error.expected, found=error.found
+        ) from None

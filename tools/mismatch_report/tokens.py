@@ -135,18 +135,26 @@ def whole_sets(trajectories: Sequence[Trajectory]) -> bool:
     return bool(len(mass_T)) and bool(np.mean(mass_T > 1 - MASS_TOLERANCE) > 0.99)
 
 
-def usable(
-    groups: Sequence[TrajectoryGroup], checkpoint: Checkpoint, setup: Setup
-) -> tuple[list[Trajectory], list[str]]:
-    """Trajectories that can be compared, and a sentence for each that the trainer would refuse.
+@dataclass(frozen=True, kw_only=True)
+class Usable:
+    """Trajectories with sampled tokens, by what can be done with them."""
 
-    What breaks only the rules of replay is compared all the same: it may be the fault sought.
+    compared: list[Trajectory]
+    refused: list[str]  # a sentence for each that the trainer would refuse
+    broken: list[Trajectory]  # refused, and too broken to be compared all the same
+    unrewarded: list[Trajectory]  # the trainer doesn't see them
+
+
+def usable(groups: Sequence[TrajectoryGroup], checkpoint: Checkpoint, setup: Setup) -> Usable:
+    """Trajectories that can be compared, and the others.
+
+    What breaks only the rules of replay, or contradicts itself, is compared all the same: it may be
+    the fault sought.
 
     Raises:
         BadInputError: tokens that the checkpoint has no row for; nothing to compare.
     """
-    kept: list[Trajectory] = []
-    refused: list[str] = []
+    found = Usable(compared=[], refused=[], broken=[], unrewarded=[])
     vocab_size = checkpoint.config.vocab_size
     for trajectory in (t for group in groups for t in group.trajectories):
         ids = np.concatenate([trajectory.tokens, trajectory.candidates.ids])
@@ -156,20 +164,25 @@ def usable(
                 expected=f"token ids from 0 to {vocab_size - 1}, its vocabulary",
                 found=f"{ids.max() if ids.min() >= 0 else ids.min()} (another model's record?)",
             )
-        if trajectory.reward is None or not trajectory.loss_mask.any():
+        if not trajectory.loss_mask.any():
             continue
-        sentence = _refusal(trajectory, _rules(setup, vocab_size, trajectory, setup.replay))
+        if trajectory.reward is None:
+            found.unrewarded.append(trajectory)
+            continue
+        sentence = _refusal(trajectory, _rules(setup, vocab_size, trajectory, strict=True))
         if sentence:
-            refused.append(sentence)
-        if not sentence or not _refusal(trajectory, _rules(setup, vocab_size, trajectory, False)):
-            kept.append(trajectory)
-    if not kept:
+            found.refused.append(sentence)
+        broken = sentence and _refusal(
+            trajectory, _rules(setup, vocab_size, trajectory, strict=False)
+        )
+        (found.broken if broken else found.compared).append(trajectory)
+    if not found.compared:
         raise BadInputError(
             "trajectories",
             expected="one with a reward, sampled tokens and a usable record",
-            found=refused[0] if refused else "none",
+            found=found.refused[0] if found.refused else "none",
         )
-    return kept, refused
+    return found
 
 
 def _refusal(trajectory: Trajectory, rules: RecordRules) -> str:
@@ -180,12 +193,14 @@ def _refusal(trajectory: Trajectory, rules: RecordRules) -> str:
     return ""
 
 
-def _rules(setup: Setup, vocab_size: int, trajectory: Trajectory, replay: bool) -> RecordRules:
+def _rules(setup: Setup, vocab_size: int, trajectory: Trajectory, *, strict: bool) -> RecordRules:
+    """The trainer's; unless strict, without those that a wrong distribution breaks."""
     return RecordRules(
         group_names=setup.group_names,
         vocab_size=vocab_size,
-        replay=replay,
+        replay=strict and setup.replay,
         max_candidates=_width(trajectory),
+        consistent=strict,
     )
 
 
@@ -207,7 +222,7 @@ def compare(trajectories: Sequence[Trajectory], checkpoint: Checkpoint, setup: S
             row_tokens=_ROW_TOKENS,
             rows=1,
             candidate_buckets=(width,),
-            rules=_rules(setup, checkpoint.config.vocab_size, trajectory, False),
+            rules=_rules(setup, checkpoint.config.vocab_size, trajectory, strict=False),
             at_least=[shape for (_, other), shape in shapes.items() if other == width],
         )
         shapes[batch.shape.row_tokens, width] = batch.shape

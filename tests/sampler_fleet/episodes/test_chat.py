@@ -362,3 +362,11 @@ def copy_changed(source: Path, target: Path, change) -> None:
     config = json.loads((source / "tokenizer_config.json").read_text())
     (target / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     (target / "tokenizer_config.json").write_text(json.dumps(change(config)))
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff{}"], ids=["a list", "cut", "not UTF-8"])
+def test_a_tokenizer_config_that_is_none(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(BadInputError, match=r"tokenizer_config\.json"):
+        ChatFormat.load(tmp_path)

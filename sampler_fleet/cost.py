@@ -1,0 +1,121 @@
+"""What samplers cost: GPU-hours and dollars, by group, from dated prices.
+
+Owns the price table's model and the meter. Pure state: every method takes `now`, in POSIX seconds;
+nothing here reads a clock or asks a provider what it billed.
+
+Dollars of a group are the integral of its accelerators times the price in force at each moment,
+from the moment a sampler is asked for (providers bill while it loads) until it is gone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from pydantic import Field, field_validator
+
+from contracts.errors import BadInputError
+from contracts.runfile import Section
+
+HOUR_S = 3600.0
+
+
+class Price(Section):
+    """US dollars per accelerator and hour from `since` on (UTC), and who says so."""
+
+    per_hour: float = Field(ge=0, allow_inf_nan=False)
+    since: datetime
+    source: str = Field(min_length=1)
+
+    @field_validator("since")
+    @classmethod
+    def _in_utc(cls, since: datetime) -> datetime:
+        return since.astimezone(UTC) if since.tzinfo else since.replace(tzinfo=UTC)
+
+
+def price_at(prices: Sequence[Price], now: float) -> Price | None:
+    """The newest price that is in force; None before the first."""
+    in_force = [price for price in prices if price.since.timestamp() <= now]
+    return max(in_force, key=lambda price: price.since, default=None)
+
+
+def dollars(prices: Sequence[Price], start: float, end: float, num_accelerators: int) -> float:
+    """What accelerators cost from `start` to `end`, over every change of price in between.
+
+    Raises:
+        BadInputError: `start` lies before the first price.
+    """
+    if price_at(prices, start) is None:
+        first = min((price.since.date().isoformat() for price in prices), default="never")
+        raise BadInputError(
+            "price table",
+            expected=f"a price in force on {datetime.fromtimestamp(start, UTC):%Y-%m-%d}",
+            found=f"the first since {first}",
+        )
+    changes = sorted(t for price in prices if start < (t := price.since.timestamp()) < end)
+    edges = [start, *changes, end]
+    total = 0.0
+    for left, right in itertools.pairwise(edges):
+        price = price_at(prices, left)
+        assert price is not None, "prices stay in force until the next"
+        total += price.per_hour * num_accelerators * (right - left) / HOUR_S
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """GPU-hours, and the dollars they cost; None where a group has no price."""
+
+    gpu_hours: float
+    dollars: float | None
+
+    def __sub__(self, earlier: Cost) -> Cost:
+        gpu_hours = self.gpu_hours - earlier.gpu_hours
+        if self.dollars is None or earlier.dollars is None:
+            return Cost(gpu_hours=gpu_hours, dollars=None)
+        return Cost(gpu_hours=gpu_hours, dollars=self.dollars - earlier.dollars)
+
+
+@dataclass
+class _Account:
+    num_accelerators: int
+    since: float
+    gpu_seconds: float = 0.0
+    dollars: float = 0.0
+
+
+@dataclass
+class CostMeter:
+    """Cumulated cost by group. The cost of an update is the difference of two readings."""
+
+    prices: Mapping[str, Sequence[Price]]  # by group; none: only GPU-hours are counted
+    _accounts: dict[str, _Account] = field(default_factory=dict)
+
+    def hold(self, group: str, num_accelerators: int, now: float) -> None:
+        """From now on the group holds so many accelerators."""
+        account = self._settle(group, now)
+        account.num_accelerators = num_accelerators
+
+    def read(self, now: float) -> dict[str, Cost]:
+        """What each group that ever held something has cost until now."""
+        return {group: self._read(group, now) for group in self._accounts}
+
+    def _read(self, group: str, now: float) -> Cost:
+        account = self._settle(group, now)
+        priced = bool(self.prices.get(group))
+        return Cost(
+            gpu_hours=account.gpu_seconds / HOUR_S,
+            dollars=account.dollars if priced else None,
+        )
+
+    def _settle(self, group: str, now: float) -> _Account:
+        account = self._accounts.setdefault(group, _Account(num_accelerators=0, since=now))
+        assert now >= account.since, "time does not run backwards"
+        if account.num_accelerators and now > account.since:
+            account.gpu_seconds += account.num_accelerators * (now - account.since)
+            if prices := self.prices.get(group):
+                account.dollars += dollars(prices, account.since, now, account.num_accelerators)
+        account.since = now
+        return account
