@@ -23,7 +23,7 @@ _compiled = functools.partial(njit, nogil=True, cache=True, error_model="numpy")
 
 
 @_compiled
-def largest_magnitude(bits: np.ndarray) -> int:
+def largest_magnitude(bits: np.ndarray) -> np.uint16:
     """Of BF16 bits, uint16 [M]: the largest but for the sign; 0 if there are none."""
     largest = _U16(0)
     for i in range(len(bits)):
