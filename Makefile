@@ -10,7 +10,7 @@ SET ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test unit e2e check format proto warmstart clean
+.PHONY: help setup demo test unit e2e test-sglang check format proto warmstart clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | column -t -s '|'
@@ -28,6 +28,10 @@ unit: setup ## fast tests, no processes
 
 e2e: setup ## real processes and real gRPC on loopback, one test at a time
 	$(BIN)/python -m pytest -m e2e tests
+
+test-sglang: setup ## the engine port against a real SGLang server on this CPU
+	@python="$$(PYTHON="$(PYTHON)" bash tools/sglang_env.sh)" && \
+		SGLANG_PYTHON="$$python" $(BIN)/python -m pytest --timeout 600 tests/sglang
 
 check: setup ## lint, types, layout, generated files
 	$(BIN)/ruff check .

@@ -60,7 +60,6 @@ from benchmarks import harness
 from weight_sync import coding, durable
 from weight_sync.formats import bf16, device, nvfp4
 from weight_sync.layouts import LAYOUTS, RECIPES, Layout, Storage
-from weight_sync.memory import keep_freed_memory
 from weight_sync.safetensors_file import INDEX_NAME, TensorSpec, Writer
 
 THREADS = (1, 2)
@@ -243,7 +242,6 @@ def contenders(matrix: Matrix) -> tuple[dict[str, Call], dict[str, str]]:
 def measure_encoders(case: Case, threads: int, runs: int) -> dict[str, Any]:
     """In this process, whose environment says how many threads XLA may have."""
     torch.set_num_threads(1)
-    keep_freed_memory()  # as the converter does, and to the peers' advantage too
     matrices = make_matrices(case, threads)
     calls, missing = contenders(matrices[0])
     cpu_s: dict[str, list[float]] = {name: [] for name in calls}

@@ -152,9 +152,10 @@ class Candidate(NamedTuple):
     lanes: np.ndarray  # uint16 [128, 128], each threshold 16 times, as the kernel wants them
 
     @staticmethod
-    def of(arithmetic: _Arithmetic) -> Candidate:
+    def of(arithmetic: _Arithmetic, amax: np.float32) -> Candidate:
+        num = int(amax.view(np.uint32) >> 16) + 1  # magnitudes up to the largest there is
         code_of = np.zeros(0x8000, np.uint8)
-        code_of[: bf16.INFINITY] = arithmetic.block_scale(bf16.MAGNITUDES.copy())
+        code_of[:num] = arithmetic.block_scale(bf16.MAGNITUDES[:num].copy())
         zero = _F(0) if arithmetic.keeps_negative_zero else np.finfo(np.float32).smallest_subnormal
         scale = arithmetic.factor if arithmetic.divisor is None else arithmetic.divisor
         assert scale is not None
@@ -183,7 +184,8 @@ def tables(amax: np.float32, recipe: Recipe) -> Tables:
         arithmetics = _arithmetics(recipe, _F(amax))
         global_scale = arithmetics[0].global_scale
         unit = min(_F(1) / global_scale, _LARGEST)
-        return Tables(tuple(map(Candidate.of, arithmetics)), global_scale, unit)
+        candidates = tuple(Candidate.of(arithmetic, _F(amax)) for arithmetic in arithmetics)
+        return Tables(candidates, global_scale, unit)
 
 
 def encode(

@@ -1,6 +1,7 @@
 """What every engine behind the port must do. Runs against each engine in `ENGINES`.
 
-To hold another engine to it, add a function that makes one and says which format it loads.
+To hold another engine to it, add a function that makes one and says which format it loads; where it
+needs a server, import these tests beside a `subject` fixture of its own, as tests/sglang does.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from tests.sampler_fleet.engines.engine_checkpoints import (
 TOLERANCE = 0.15
 MAX_CONTEXT = 1024
 TOP = SamplingParams(top_p=0.95, top_k=12, max_new_tokens=20)
+GREEDY = SamplingParams(top_k=1, max_new_tokens=20)
 _ids = itertools.count()
 
 
@@ -63,6 +65,7 @@ class Subject:
     format: WeightFormat
     root: Path
     engine: Engine
+    honours_seeds: bool = True
 
     def publish(self, version: int, **kinds) -> tuple[Path, Manifest]:
         """A checkpoint whose weights follow from its version."""
@@ -215,7 +218,9 @@ async def test_without_truncation_the_top_candidates_are_recorded(engine):
     assert not all(outside)
 
 
-async def test_a_seed_reproduces_a_reply(engine):
+async def test_a_seed_reproduces_a_reply(subject, engine):
+    if not subject.honours_seeds:
+        pytest.skip("this engine draws as it likes")
     sampling = dataclasses.replace(TOP, seed=11)
     first = await complete(engine, prompt(6), sampling)
     again = await complete(engine, prompt(6), sampling)
@@ -230,7 +235,7 @@ async def test_a_seed_reproduces_a_reply(engine):
 
 
 async def test_a_reply_ends_with_a_stop_token(engine):
-    sampling = dataclasses.replace(TOP, seed=5, max_new_tokens=40)
+    sampling = dataclasses.replace(GREEDY, max_new_tokens=40)
     free = (await complete(engine, prompt(6), sampling)).tokens.tolist()
     stop = free[7]
     stopped = await complete(
@@ -327,27 +332,25 @@ async def test_a_request_that_spans_an_update_goes_on(subject, engine):
     assert [span.version for span in whole.spans] == [1, 2]
     switch = whole.spans[0].end
 
-    async def mean_distance() -> float:
-        """Of the tokens after the switch, to what the weights loaded now make of the buffer."""
+    async def mean_distance(start: int, end: int) -> float:
+        """Of some tokens' records to what the weights loaded now make of the buffer."""
         one, distances = dataclasses.replace(TOP, max_new_tokens=1), []
-        for position in range(switch, len(whole)):
+        for position in range(start, end):
             buffer = [*prompt(40), *whole.tokens[:position].tolist()]
             fresh = distribution(await complete(engine, buffer, one))
             distances.append(distance(distribution(whole, position), fresh))
         return float(np.mean(distances))
 
-    assert await mean_distance() > TOLERANCE  # new weights, but on the cache that the old ones made
+    # new weights, but on the cache that the old ones made
+    assert await mean_distance(switch, len(whole)) > TOLERANCE
     await engine.load(*old)
-    assert await mean_distance() > TOLERANCE  # and not the old weights
-    before = await complete(
-        engine, prompt(40), dataclasses.replace(sampling, max_new_tokens=switch)
-    )
-    assert whole.tokens[:switch].tolist() == before.tokens.tolist()
+    assert await mean_distance(switch, len(whole)) > TOLERANCE  # and not the old weights
+    assert await mean_distance(0, switch) < TOLERANCE  # which made those before
 
 
 async def test_refused_weights_leave_the_old_ones(subject, engine):
-    sampling = dataclasses.replace(TOP, seed=31)
-    before = await complete(engine, prompt(10), sampling)
+    sampling = dataclasses.replace(TOP, max_new_tokens=1)
+    before = distribution(await complete(engine, prompt(10), sampling))
 
     tensors = random_tensors(seed=2)
     missing = {name: t for name, t in tensors.items() if name != "model.norm.weight"}
@@ -367,10 +370,11 @@ async def test_refused_weights_leave_the_old_ones(subject, engine):
         await engine.load(directory, manifest)
 
     assert engine.version == 1
-    after = await complete(engine, prompt(10), sampling)
-    assert after.tokens.tolist() == before.tokens.tolist()
-    assert (after.sampler_logp == before.sampler_logp).all()
+    after = distribution(await complete(engine, prompt(10), sampling))
+    assert distance(before, after) < TOLERANCE / 10
     await engine.load(*subject.publish(3))
+    other = distribution(await complete(engine, prompt(10), sampling))
+    assert distance(before, other) > TOLERANCE
     assert engine.version == 3
 
 
@@ -403,10 +407,9 @@ async def test_an_id_that_is_used_again_gets_its_own_reply(engine):
     request = request_for(prompt(5), endless)
     async with contextlib.aclosing(engine.generate(request)) as stream:
         await anext(stream)
-    short = dataclasses.replace(TOP, seed=2)
-    again = dataclasses.replace(request, sampling=short)
+    again = dataclasses.replace(request, sampling=GREEDY)
     found = Completion.concatenate(await chunks_of(engine, again))
-    expected = await complete(engine, prompt(5), short)
+    expected = await complete(engine, prompt(5), GREEDY)
     assert found.tokens.tolist() == expected.tokens.tolist()
 
 
