@@ -26,6 +26,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import harness
 from contracts.credentials import Credentials
 from contracts.pb import weights_pb2, weights_pb2_grpc
