@@ -260,12 +260,14 @@ class WeightClient:
         partial.mkdir(exist_ok=True)
 
     def _finish(self, partial: Path, final: Path, manifest: Manifest) -> None:
-        """Makes a verified version visible; older ones than the newest few go."""
+        """Makes a verified version visible; of the others all but the newest go."""
         for path in partial.glob(".*"):  # deltas of an attempt that came to nothing
             path.unlink()
         write_manifest(partial, manifest)
         durable.move_into_place(partial, final)
-        for version in self._held()[: -self._keep]:
+        # it may be older than others: a service that was restarted may hold no newer one
+        others = [version for version in self._held() if version != manifest.version]
+        for version in others[: max(0, len(others) - self._keep + 1)]:
             durable.remove_tree(self._directory / str(version))
 
     def _held(self) -> list[int]:

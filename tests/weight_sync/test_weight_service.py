@@ -187,6 +187,22 @@ async def test_only_the_newest_two_versions_stay_with_a_sampler(tmp_path, conten
     assert sorted(path.name for path in (tmp_path / "sampler").iterdir()) == ["2", "3"]
 
 
+async def test_an_older_version_than_those_at_hand_stays_too(tmp_path, contents):
+    """As a restarted service may announce, whose newest conversions were not yet made again."""
+    async with (
+        running(tmp_path / "store", keep_versions=9) as (address, _),
+        receiving(address, tmp_path / "sampler") as client,
+    ):
+        manifests = {}
+        for version in (1, 2, 3):
+            await put(address, contents[1 + version % 2], version)
+            manifests[version] = await next_manifest(client, after=version - 1)
+            await client.fetch(manifests[version])
+        directory = (await client.fetch(manifests[1])).directory
+        verify_directory(directory, manifests[1])
+        assert sorted(p.name for p in (tmp_path / "sampler").iterdir()) == ["1", "3"]
+
+
 async def test_publishing_again_is_idempotent_and_other_content_conflicts(tmp_path, contents):
     async with running(tmp_path / "store") as (address, store):
         await put(address, contents[1], 5)
