@@ -272,6 +272,8 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         async with answering(context):
             format = _format(request.format)
             deltas = await self._chain(format, request.have, request.want)
+            # kept as if fetched, which it is not where nothing changed: the next delta starts there
+            self._fetched_at[request.want] = time.monotonic()
             return weights_pb2.ChainReply(deltas=[codec.manifest_to_pb(delta) for delta in deltas])
 
     async def _chain(self, format: WeightFormat, have: int, want: int) -> list[Manifest]:

@@ -133,6 +133,19 @@ async def test_a_sampler_that_missed_ten_versions_takes_the_chain(tmp_path, cont
         verify_directory(late.directory, manifest)
 
 
+async def test_a_version_taken_without_a_byte_is_kept_for_the_next_delta(tmp_path, contents):
+    async with running(tmp_path, contents, keep_versions=2) as sync:
+        client = sync.sampler()
+        await sync.put(1)
+        await take(client, 1)
+        await sync.put(2, content=1)
+        assert (await take(client, 2)).num_bytes == 0
+        for version in (3, 4, 5):
+            await sync.put(version)
+        assert sync.store.versions() == [1, 2, 4, 5]
+        assert (await take(client, 5)).base_version == 2
+
+
 async def test_beyond_the_longest_chain_the_snapshot_is_taken(tmp_path, contents, monkeypatch):
     monkeypatch.setattr(service, "_FETCH_LINGERS_S", 0.0)
     async with running(tmp_path, contents, keep_versions=2, max_deltas=3) as sync:
