@@ -1,17 +1,51 @@
 """The engine port: what the sampler agent needs of an inference engine.
 
-Owns the interface only; must not import an engine. The implementations are `embedded.py` (PyTorch)
-and `sglang.py` (a server). Adapters are named in entry points, nowhere else.
+Owns the interface and what every engine refuses; must not import an engine. The implementations are
+`embedded.py` (PyTorch) and `sglang.py` (a server). Adapters are named in entry points, nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from contracts.errors import BadInputError, RetryError
 from contracts.types import Completion, GenerateRequest, Manifest
+
+
+def check_request(
+    request: GenerateRequest,
+    *,
+    version: int,
+    running: Container[str],
+    max_context: int,
+    vocab_size: int,
+) -> None:
+    """Refuses what an engine of this `version` (0: none loaded), with these requests, cannot serve.
+
+    Raises:
+        RetryError: no version yet, or too old a one.
+        BadInputError: an id in use, a buffer that leaves no room for a token, unknown token ids.
+    """
+    if not version:
+        raise RetryError("no weights have been loaded yet")
+    if version < request.min_version:
+        raise RetryError(f"version {request.min_version} is wanted, {version} is loaded")
+    if request.request_id in running:
+        raise BadInputError("request_id", expected="an unused one", found=request.request_id)
+    rule, num = f"tokens of request {request.request_id}", len(request.tokens)
+    longest = max_context - 1
+    if not 1 <= num <= longest:
+        raise BadInputError(rule, expected=f"1 to {longest} tokens", found=num)
+    least, most = int(request.tokens.min()), int(request.tokens.max())
+    if least < 0 or most >= vocab_size:
+        raise BadInputError(
+            rule,
+            expected=f"ids from 0 to {vocab_size - 1}",
+            found=least if least < 0 else most,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from contracts.types import (
     Manifest,
     WeightFormat,
 )
-from sampler_fleet.engines.base import EngineLoad
+from sampler_fleet.engines.base import EngineLoad, check_request
 from sampler_fleet.engines.checkpoint import Checkpoint
 from sampler_fleet.engines.model import Qwen3Moe, StepBatch
 from sampler_fleet.engines.precision import ActivationFormat, KvCache, Precision
@@ -210,23 +210,13 @@ class EmbeddedEngine:
     def _check(self, request: GenerateRequest) -> None:
         self._check_alive()
         model = self._model
-        if model is None:
-            raise RetryError("no weights have been loaded yet")
-        if model.version < request.min_version:
-            raise RetryError(f"version {request.min_version} is wanted, {model.version} is loaded")
-        if request.request_id in self._streams:
-            raise BadInputError("request_id", expected="an unused one", found=request.request_id)
-        rule, num = f"tokens of request {request.request_id}", len(request.tokens)
-        longest = self._scheduler.max_context - 1
-        if not 1 <= num <= longest:
-            raise BadInputError(rule, expected=f"1 to {longest} tokens", found=num)
-        least, most = int(request.tokens.min()), int(request.tokens.max())
-        if least < 0 or most >= model.config.vocab_size:
-            raise BadInputError(
-                rule,
-                expected=f"ids from 0 to {model.config.vocab_size - 1}",
-                found=least if least < 0 else most,
-            )
+        check_request(
+            request,
+            version=model.version if model else 0,
+            running=self._streams,
+            max_context=self._scheduler.max_context,
+            vocab_size=model.config.vocab_size if model else 0,
+        )
 
     def _prepare(self, directory: Path, manifest: Manifest) -> tuple[Checkpoint, Qwen3Moe]:
         """Reads, checks and decodes new weights beside those that serve."""

@@ -34,7 +34,7 @@ from contracts.types import (
     WeightFormat,
 )
 from sampler_fleet.engines import sglang_wire as wire
-from sampler_fleet.engines.base import EngineLoad
+from sampler_fleet.engines.base import EngineLoad, check_request
 from sampler_fleet.engines.checkpoint import Checkpoint
 from sampler_fleet.engines.launch import LocalServer
 from sampler_fleet.engines.sampling import stream_seed
@@ -222,23 +222,13 @@ class SglangEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         self._check_alive()
-        if self._manifest is None:
-            raise RetryError("no weights have been loaded yet")
-        if self.version < request.min_version:
-            raise RetryError(f"version {request.min_version} is wanted, {self.version} is loaded")
-        if request.request_id in self._runs:
-            raise BadInputError("request_id", expected="an unused one", found=request.request_id)
-        rule, num = f"tokens of request {request.request_id}", len(request.tokens)
-        longest = self._max_context - 1
-        if not 1 <= num <= longest:
-            raise BadInputError(rule, expected=f"1 to {longest} tokens", found=num)
-        least, most = int(request.tokens.min()), int(request.tokens.max())
-        if least < 0 or most >= self._num_vocab:
-            raise BadInputError(
-                rule,
-                expected=f"ids from 0 to {self._num_vocab - 1}",
-                found=least if least < 0 else most,
-            )
+        check_request(
+            request,
+            version=self.version,
+            running=self._runs,
+            max_context=self._max_context,
+            vocab_size=self._num_vocab,
+        )
 
     def _check_files(self, directory: Path, manifest: Manifest) -> int:
         """Refuses what the server would take without a word; returns the vocabulary's size.
