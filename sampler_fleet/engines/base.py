@@ -1,7 +1,7 @@
 """The engine port: what the sampler agent needs of an inference engine.
 
-Owns the interface and what every engine refuses; must not import an engine. The implementations are
-`embedded.py` (PyTorch) and `sglang.py` (a server). Adapters are named in entry points, nowhere else.
+Owns the interface and what every engine refuses; must not import an engine. The implementations
+are `embedded.py` (PyTorch) and `sglang.py` (a server); only entry points name them.
 """
 
 from __future__ import annotations
