@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Register(_message.Message):
-    __slots__ = ("sampler_id", "group", "accelerator", "weight_format", "kv_format", "max_sessions", "model_fingerprint", "tokenizer_fingerprint", "protocol_version", "version")
+    __slots__ = ("sampler_id", "group", "accelerator", "weight_format", "kv_format", "max_sessions", "model_fingerprint", "tokenizer_fingerprint", "protocol_version", "version", "formats", "tokens_per_second", "price_per_hour")
     SAMPLER_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     ACCELERATOR_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,9 @@ class Register(_message.Message):
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    FORMATS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    PRICE_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
     sampler_id: str
     group: str
     accelerator: str
@@ -29,7 +32,10 @@ class Register(_message.Message):
     tokenizer_fingerprint: str
     protocol_version: int
     version: int
-    def __init__(self, sampler_id: _Optional[str] = ..., group: _Optional[str] = ..., accelerator: _Optional[str] = ..., weight_format: _Optional[str] = ..., kv_format: _Optional[str] = ..., max_sessions: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    formats: _containers.RepeatedScalarFieldContainer[str]
+    tokens_per_second: float
+    price_per_hour: float
+    def __init__(self, sampler_id: _Optional[str] = ..., group: _Optional[str] = ..., accelerator: _Optional[str] = ..., weight_format: _Optional[str] = ..., kv_format: _Optional[str] = ..., max_sessions: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., version: _Optional[int] = ..., formats: _Optional[_Iterable[str]] = ..., tokens_per_second: _Optional[float] = ..., price_per_hour: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("num_running", "num_waiting", "version", "tokens_per_second", "kv_used_fraction", "switch")
@@ -163,28 +169,126 @@ class SamplerState(_message.Message):
     num_sessions: int
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., state: _Optional[str] = ..., num_sessions: _Optional[int] = ...) -> None: ...
 
+class Cost(_message.Message):
+    __slots__ = ("gpu_hours", "dollars")
+    GPU_HOURS_FIELD_NUMBER: _ClassVar[int]
+    DOLLARS_FIELD_NUMBER: _ClassVar[int]
+    gpu_hours: float
+    dollars: float
+    def __init__(self, gpu_hours: _Optional[float] = ..., dollars: _Optional[float] = ...) -> None: ...
+
 class GroupState(_message.Message):
-    __slots__ = ("group", "purpose", "capacity_share", "sessions_routed", "tokens_sampled", "tokens_per_second")
+    __slots__ = ("group", "purpose", "capacity_share", "sessions_routed", "tokens_sampled", "tokens_per_second", "cost", "num_target", "num_held", "update")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_SHARE_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_ROUTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_SAMPLED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    NUM_TARGET_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
     group: str
     purpose: str
     capacity_share: float
     sessions_routed: int
     tokens_sampled: int
     tokens_per_second: float
-    def __init__(self, group: _Optional[str] = ..., purpose: _Optional[str] = ..., capacity_share: _Optional[float] = ..., sessions_routed: _Optional[int] = ..., tokens_sampled: _Optional[int] = ..., tokens_per_second: _Optional[float] = ...) -> None: ...
+    cost: Cost
+    num_target: int
+    num_held: int
+    update: GroupUpdate
+    def __init__(self, group: _Optional[str] = ..., purpose: _Optional[str] = ..., capacity_share: _Optional[float] = ..., sessions_routed: _Optional[int] = ..., tokens_sampled: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., cost: _Optional[_Union[Cost, _Mapping]] = ..., num_target: _Optional[int] = ..., num_held: _Optional[int] = ..., update: _Optional[_Union[GroupUpdate, _Mapping]] = ...) -> None: ...
+
+class Demand(_message.Message):
+    __slots__ = ("num_queued", "backlog", "taken_per_second", "session_seconds", "staleness", "work")
+    NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    SESSION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    num_queued: int
+    backlog: float
+    taken_per_second: float
+    session_seconds: float
+    staleness: float
+    work: float
+    def __init__(self, num_queued: _Optional[int] = ..., backlog: _Optional[float] = ..., taken_per_second: _Optional[float] = ..., session_seconds: _Optional[float] = ..., staleness: _Optional[float] = ..., work: _Optional[float] = ...) -> None: ...
+
+class GroupUpdate(_message.Message):
+    __slots__ = ("group", "num_trajectories", "num_tokens", "kl", "share_out_of_band")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KL_FIELD_NUMBER: _ClassVar[int]
+    SHARE_OUT_OF_BAND_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    num_trajectories: int
+    num_tokens: int
+    kl: float
+    share_out_of_band: float
+    def __init__(self, group: _Optional[str] = ..., num_trajectories: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kl: _Optional[float] = ..., share_out_of_band: _Optional[float] = ...) -> None: ...
+
+class UpdateReport(_message.Message):
+    __slots__ = ("step", "version", "seconds", "update_seconds", "num_taken", "sequences", "staleness", "kl", "share_out_of_band", "reward", "groups", "alarms")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    KL_FIELD_NUMBER: _ClassVar[int]
+    SHARE_OUT_OF_BAND_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    ALARMS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    version: int
+    seconds: float
+    update_seconds: float
+    num_taken: int
+    sequences: _containers.RepeatedScalarFieldContainer[int]
+    staleness: float
+    kl: float
+    share_out_of_band: float
+    reward: float
+    groups: _containers.RepeatedCompositeFieldContainer[GroupUpdate]
+    alarms: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step: _Optional[int] = ..., version: _Optional[int] = ..., seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., num_taken: _Optional[int] = ..., sequences: _Optional[_Iterable[int]] = ..., staleness: _Optional[float] = ..., kl: _Optional[float] = ..., share_out_of_band: _Optional[float] = ..., reward: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[GroupUpdate, _Mapping]]] = ..., alarms: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UpdateReportReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GroupTarget(_message.Message):
+    __slots__ = ("group", "num_target", "num_held")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    NUM_TARGET_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    num_target: int
+    num_held: int
+    def __init__(self, group: _Optional[str] = ..., num_target: _Optional[int] = ..., num_held: _Optional[int] = ...) -> None: ...
+
+class ReportTargetsRequest(_message.Message):
+    __slots__ = ("targets",)
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    targets: _containers.RepeatedCompositeFieldContainer[GroupTarget]
+    def __init__(self, targets: _Optional[_Iterable[_Union[GroupTarget, _Mapping]]] = ...) -> None: ...
+
+class ReportTargetsReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("samplers", "groups", "episodes_in_flight", "groups_ready", "counters", "last_sequence")
+    __slots__ = ("samplers", "groups", "episodes_in_flight", "groups_ready", "counters", "last_sequence", "demand", "update", "alarms", "seconds")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -198,13 +302,21 @@ class StatusReply(_message.Message):
     GROUPS_READY_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     LAST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    DEMAND_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    ALARMS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     samplers: _containers.RepeatedCompositeFieldContainer[SamplerState]
     groups: _containers.RepeatedCompositeFieldContainer[GroupState]
     episodes_in_flight: int
     groups_ready: int
     counters: _containers.ScalarMap[str, int]
     last_sequence: int
-    def __init__(self, samplers: _Optional[_Iterable[_Union[SamplerState, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupState, _Mapping]]] = ..., episodes_in_flight: _Optional[int] = ..., groups_ready: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., last_sequence: _Optional[int] = ...) -> None: ...
+    demand: Demand
+    update: UpdateReport
+    alarms: _containers.RepeatedScalarFieldContainer[str]
+    seconds: float
+    def __init__(self, samplers: _Optional[_Iterable[_Union[SamplerState, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupState, _Mapping]]] = ..., episodes_in_flight: _Optional[int] = ..., groups_ready: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., last_sequence: _Optional[int] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., update: _Optional[_Union[UpdateReport, _Mapping]] = ..., alarms: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("sampler_id",)

@@ -49,6 +49,16 @@ class FleetStub:
                 request_serializer=contracts_dot_pb_dot_fleet__pb2.DrainRequest.SerializeToString,
                 response_deserializer=contracts_dot_pb_dot_fleet__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.ReportUpdate = channel.unary_unary(
+                '/fleet.v1.Fleet/ReportUpdate',
+                request_serializer=contracts_dot_pb_dot_fleet__pb2.UpdateReport.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_fleet__pb2.UpdateReportReply.FromString,
+                _registered_method=True)
+        self.ReportTargets = channel.unary_unary(
+                '/fleet.v1.Fleet/ReportTargets',
+                request_serializer=contracts_dot_pb_dot_fleet__pb2.ReportTargetsRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_fleet__pb2.ReportTargetsReply.FromString,
+                _registered_method=True)
 
 
 class FleetServicer:
@@ -72,6 +82,18 @@ class FleetServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportUpdate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportTargets(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -89,6 +111,16 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.DrainSampler,
                     request_deserializer=contracts_dot_pb_dot_fleet__pb2.DrainRequest.FromString,
                     response_serializer=contracts_dot_pb_dot_fleet__pb2.DrainReply.SerializeToString,
+            ),
+            'ReportUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportUpdate,
+                    request_deserializer=contracts_dot_pb_dot_fleet__pb2.UpdateReport.FromString,
+                    response_serializer=contracts_dot_pb_dot_fleet__pb2.UpdateReportReply.SerializeToString,
+            ),
+            'ReportTargets': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportTargets,
+                    request_deserializer=contracts_dot_pb_dot_fleet__pb2.ReportTargetsRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_fleet__pb2.ReportTargetsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -172,6 +204,60 @@ class Fleet:
             '/fleet.v1.Fleet/DrainSampler',
             contracts_dot_pb_dot_fleet__pb2.DrainRequest.SerializeToString,
             contracts_dot_pb_dot_fleet__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleet.v1.Fleet/ReportUpdate',
+            contracts_dot_pb_dot_fleet__pb2.UpdateReport.SerializeToString,
+            contracts_dot_pb_dot_fleet__pb2.UpdateReportReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportTargets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fleet.v1.Fleet/ReportTargets',
+            contracts_dot_pb_dot_fleet__pb2.ReportTargetsRequest.SerializeToString,
+            contracts_dot_pb_dot_fleet__pb2.ReportTargetsReply.FromString,
             options,
             channel_credentials,
             insecure,

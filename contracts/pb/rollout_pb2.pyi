@@ -107,20 +107,44 @@ class Trajectory(_message.Message):
     def __init__(self, task_id: _Optional[str] = ..., session_id: _Optional[str] = ..., group: _Optional[str] = ..., sampler_ids: _Optional[_Iterable[str]] = ..., tokens: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampler_logp: _Optional[bytes] = ..., candidate_counts: _Optional[bytes] = ..., candidate_ids: _Optional[bytes] = ..., candidate_logp: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., failure: _Optional[str] = ..., ending: _Optional[str] = ..., num_turns: _Optional[int] = ..., num_format_errors: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class TrajectoryGroup(_message.Message):
-    __slots__ = ("sequence", "task_id", "trajectories")
+    __slots__ = ("sequence", "task_id", "trajectories", "zstd")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    ZSTD_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     task_id: str
     trajectories: _containers.RepeatedCompositeFieldContainer[Trajectory]
-    def __init__(self, sequence: _Optional[int] = ..., task_id: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ...) -> None: ...
+    zstd: bytes
+    def __init__(self, sequence: _Optional[int] = ..., task_id: _Optional[str] = ..., trajectories: _Optional[_Iterable[_Union[Trajectory, _Mapping]]] = ..., zstd: _Optional[bytes] = ...) -> None: ...
 
 class StreamGroupsRequest(_message.Message):
-    __slots__ = ("after",)
+    __slots__ = ("after", "zstd")
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    ZSTD_FIELD_NUMBER: _ClassVar[int]
     after: int
-    def __init__(self, after: _Optional[int] = ...) -> None: ...
+    zstd: bool
+    def __init__(self, after: _Optional[int] = ..., zstd: _Optional[bool] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("every_seconds",)
+    EVERY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    every_seconds: float
+    def __init__(self, every_seconds: _Optional[float] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("last_sequence", "groups_ready", "episodes_in_flight", "episodes_completed", "episodes_failed")
+    LAST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_READY_FIELD_NUMBER: _ClassVar[int]
+    EPISODES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    EPISODES_COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    EPISODES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    last_sequence: int
+    groups_ready: int
+    episodes_in_flight: int
+    episodes_completed: int
+    episodes_failed: int
+    def __init__(self, last_sequence: _Optional[int] = ..., groups_ready: _Optional[int] = ..., episodes_in_flight: _Optional[int] = ..., episodes_completed: _Optional[int] = ..., episodes_failed: _Optional[int] = ...) -> None: ...
 
 class AckGroupsRequest(_message.Message):
     __slots__ = ("sequence", "taken")

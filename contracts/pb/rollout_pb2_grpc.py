@@ -49,6 +49,11 @@ class RolloutStub:
                 request_serializer=contracts_dot_pb_dot_rollout__pb2.AckGroupsRequest.SerializeToString,
                 response_deserializer=contracts_dot_pb_dot_rollout__pb2.AckGroupsReply.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/rollout.v1.Rollout/Watch',
+                request_serializer=contracts_dot_pb_dot_rollout__pb2.WatchRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_rollout__pb2.Progress.FromString,
+                _registered_method=True)
         self.Evaluate = channel.unary_stream(
                 '/rollout.v1.Rollout/Evaluate',
                 request_serializer=contracts_dot_pb_dot_rollout__pb2.EvaluateRequest.SerializeToString,
@@ -77,6 +82,12 @@ class RolloutServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Evaluate(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -100,6 +111,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.AckGroups,
                     request_deserializer=contracts_dot_pb_dot_rollout__pb2.AckGroupsRequest.FromString,
                     response_serializer=contracts_dot_pb_dot_rollout__pb2.AckGroupsReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=contracts_dot_pb_dot_rollout__pb2.WatchRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_rollout__pb2.Progress.SerializeToString,
             ),
             'Evaluate': grpc.unary_stream_rpc_method_handler(
                     servicer.Evaluate,
@@ -188,6 +204,33 @@ class Rollout:
             '/rollout.v1.Rollout/AckGroups',
             contracts_dot_pb_dot_rollout__pb2.AckGroupsRequest.SerializeToString,
             contracts_dot_pb_dot_rollout__pb2.AckGroupsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollout.v1.Rollout/Watch',
+            contracts_dot_pb_dot_rollout__pb2.WatchRequest.SerializeToString,
+            contracts_dot_pb_dot_rollout__pb2.Progress.FromString,
             options,
             channel_credentials,
             insecure,
