@@ -10,7 +10,7 @@ SET ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test unit e2e test-sglang check format proto warmstart clean
+.PHONY: help setup browser demo test unit e2e test-sglang check format proto warmstart clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | column -t -s '|'
@@ -23,11 +23,14 @@ demo: setup ## train the demo policy on eight sampler groups; ends with runs/dem
 
 test: setup check unit e2e ## everything that must hold
 
-unit: setup ## fast tests, no processes
+unit: setup browser ## fast tests, no processes of the run
 	$(BIN)/python -m pytest -n 2 -m "not e2e" tests
 
 e2e: setup ## real processes and real gRPC on loopback, one test at a time
 	$(BIN)/python -m pytest -m e2e tests
+
+browser: ## Chromium, for the tests of the gateway's page
+	@bash tools/browser.sh
 
 test-sglang: setup ## the engine port against a real SGLang server on this CPU
 	@python="$$(PYTHON="$(PYTHON)" bash tools/sglang_env.sh)" && \

@@ -1,28 +1,38 @@
 """`python -m benchmarks.engine`: sampled tokens/s of the embedded engine in each precision.
 
-The peer in the same run is `transformers` generate on the same weights, in bfloat16 and float32,
-with the same top-p and top-k. Everything counts: prompts, sampling, and for the engine the record
-of every candidate set. Also the prefill rate, and the pause of an in-flight weight update.
+The peers in the same run are `transformers` generate and its continuous batching on the same
+weights, in bfloat16 and float32, with the same top-p and top-k. Everything counts: prompts,
+sampling, and for the engine the record of every candidate set. Also the prefill rate, the pause of
+an in-flight weight update, and how far float32 log-probs are from those of a full forward pass.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import functools
 import itertools
 import json
+import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from benchmarks import harness
-from contracts.types import GenerateRequest, Manifest, SamplingParams, WeightFormat
+from contracts.types import Completion, GenerateRequest, Manifest, SamplingParams, WeightFormat
 from sampler_fleet.engines.embedded import EmbeddedEngine
 from weight_sync.convert import Options, convert_directory
 from weight_sync.manifest import describe_directory
@@ -49,7 +59,10 @@ GROUPS = {
     "nvfp4 w4a4": (WeightFormat.NVFP4, {"kv_format": "fp8", "activation_format": "nvfp4"}),
 }
 TOP_P, TOP_K = 0.97, 64
-PEER = "transformers_bf16"
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+_PAGE = 256  # tokens of a page of continuous batching, its default
+_CHUNK = 256  # prompt tokens per step besides those that decode, as in the engine
+Call = Callable[[np.ndarray, int], int]  # prompts, new tokens of each: tokens drawn
 _names = (f"r{number}" for number in itertools.count())
 
 
@@ -68,23 +81,26 @@ def make_checkpoints(root: Path) -> dict[WeightFormat, tuple[Path, Manifest]]:
     return checkpoints
 
 
-async def generate(engine: EmbeddedEngine, prompts_BxT: np.ndarray, num_new: int) -> int:
-    """One request per row, at once; the number of tokens drawn."""
+async def generate(
+    engine: EmbeddedEngine, prompts_BxT: np.ndarray, num_new: int
+) -> list[Completion]:
+    """One request per row, at once."""
 
-    async def one(tokens: np.ndarray) -> int:
+    async def one(tokens: np.ndarray) -> Completion:
         name = next(_names)
         sampling = SamplingParams(top_p=TOP_P, top_k=TOP_K, max_new_tokens=num_new)
         request = GenerateRequest(
             request_id=name, session_id=name, tokens=tokens, sampling=sampling
         )
-        num = sum([len(chunk) async for chunk in engine.generate(request)])
+        chunks = [chunk async for chunk in engine.generate(request)]
         engine.end_session(name)
-        return num
+        return Completion.concatenate(chunks)
 
-    return sum(await asyncio.gather(*(one(tokens) for tokens in prompts_BxT)))
+    return await asyncio.gather(*(one(tokens) for tokens in prompts_BxT))
 
 
-def peer(root: Path, dtype: torch.dtype) -> Callable[[np.ndarray, int], int]:
+def peer(root: Path, dtype: torch.dtype) -> Call:
+    """`generate`: one batch of prompts of one length."""
     model = Qwen3MoeForCausalLM.from_pretrained(root / "source", dtype=dtype).eval()
     options = {"do_sample": True, "top_p": TOP_P, "top_k": TOP_K, "eos_token_id": None}
 
@@ -100,13 +116,46 @@ def peer(root: Path, dtype: torch.dtype) -> Callable[[np.ndarray, int], int]:
     return call
 
 
-def measure(
-    calls: dict[str, Callable[[np.ndarray, int], int]], batch: int, prompt: int, new: int, runs: int
-) -> dict[str, dict]:
+@contextlib.contextmanager
+def batching_peer(root: Path, dtype: torch.dtype, batch: int, length: int) -> Iterator[Call]:
+    """Continuous batching, its manager running, with room for `batch` sequences of `length`."""
+    model = Qwen3MoeForCausalLM.from_pretrained(root / "source", dtype=dtype).eval()
+    manager = model.init_continuous_batching(
+        GenerationConfig(
+            do_sample=True, top_p=TOP_P, top_k=TOP_K, eos_token_id=-1, max_new_tokens=length
+        ),
+        ContinuousBatchingConfig(
+            page_size=_PAGE,
+            num_blocks=batch * (1 + -(-length // _PAGE)),
+            max_batch_tokens=batch + _CHUNK,
+            max_requests_per_batch=batch,
+            allow_block_sharing=False,  # else a repeated prompt costs nothing
+        ),
+    )
+    manager.start()
+
+    def call(prompts_BxT: np.ndarray, num_new: int) -> int:
+        manager.add_requests(prompts_BxT.tolist(), max_new_tokens=num_new)
+        num, waiting = 0, len(prompts_BxT)
+        while waiting:
+            result = manager.get_result(timeout=60)
+            assert result is not None and result.error is None, result
+            if result.is_finished():
+                num, waiting = num + len(result.generated_tokens), waiting - 1
+        return num
+
+    try:
+        yield call
+    finally:
+        manager.stop(block=True)
+
+
+def measure(calls: dict[str, Call], batch: int, prompt: int, new: int, runs: int) -> dict:
+    """Rates, and times as fast as the fastest peer and as the peers of each dtype."""
     rng = np.random.default_rng(batch)
     prompts = rng.integers(0, MODEL["vocab_size"], (batch, prompt)).astype(np.int32)
 
-    def contender(call: Callable[[np.ndarray, int], int]) -> Callable[[], None]:
+    def contender(call: Call) -> Callable[[], None]:
         def run() -> None:
             num = call(prompts, new)
             assert num == batch * new, f"{num} tokens instead of {batch * new}"
@@ -114,14 +163,50 @@ def measure(
         return run
 
     timings = harness.take_turns({name: contender(call) for name, call in calls.items()}, runs)
+    peers = [name for name in calls if name not in GROUPS]
     return {
         name: {
             "tokens_per_s": round(batch * new / timing.median_s, 1),
-            f"times_{PEER}": round(timings[PEER].median_s / timing.median_s, 2),
+            "times": {
+                other: round(timings[other].median_s / timing.median_s, 2) for other in peers
+            },
             **asdict(timing),
         }
         for name, timing in timings.items()
     }
+
+
+async def logp_difference(root: Path, checkpoint: tuple[Path, Manifest]) -> float:
+    """Largest, of `sampler_logp` and candidates, to one float32 pass of transformers over all."""
+    peer = Qwen3MoeForCausalLM.from_pretrained(root / "source", dtype=torch.float32).eval()
+    engine = EmbeddedEngine(
+        kv_format="bf16",
+        activation_format="none",
+        split_k=2,
+        max_sessions=32,
+        max_context_tokens=256,
+        exact=True,
+    )
+    await engine.load(*checkpoint)
+    prompts = np.random.default_rng(1).integers(0, MODEL["vocab_size"], (32, 64)).astype(np.int32)
+    largest = 0.0
+    for prompt, found in zip(prompts, await generate(engine, prompts, 64), strict=True):
+        buffer = torch.from_numpy(np.concatenate([prompt, found.tokens])).long()
+        with torch.inference_mode():
+            logits = peer(buffer[None]).logits[0, len(prompt) - 1 : -1]
+        sets = found.candidates
+        for position, row in enumerate(logits):
+            here = slice(sets.offsets[position], sets.offsets[position + 1])
+            ids = sets.ids[here]
+            expected = row[torch.from_numpy(ids).long()].log_softmax(-1).numpy()
+            drawn = expected[ids == found.tokens[position]].item()
+            largest = max(
+                largest,
+                abs(expected - sets.logp[here]).max(),
+                abs(drawn - found.sampler_logp[position]),
+            )
+    await engine.close()
+    return float(largest)
 
 
 async def switch_seconds(engine: EmbeddedEngine, checkpoint: tuple[Path, Manifest]) -> dict:
@@ -159,16 +244,31 @@ async def switch_seconds(engine: EmbeddedEngine, checkpoint: tuple[Path, Manifes
     }
 
 
+def compare(
+    root: Path, calls: dict[str, Call], batch: int, prompt: int, new: int, runs: int
+) -> dict:
+    """`measure` with peers of continuous batching sized for this."""
+    with contextlib.ExitStack() as stack:
+        batching = {
+            f"continuous {name}": stack.enter_context(
+                batching_peer(root, dtype, batch, prompt + new)
+            )
+            for name, dtype in DTYPES.items()
+        }
+        return measure(calls | batching, batch, prompt, new, runs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results: dict[str, dict] = {}
+    logging.disable(logging.WARNING)
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         root = Path(folder)
         checkpoints = make_checkpoints(root)
@@ -177,23 +277,23 @@ def main() -> None:
             engines[name] = EmbeddedEngine(
                 **settings,
                 split_k=2,
-                max_sessions=max(arguments.batches),
+                max_sessions=max(*arguments.batches, 8),
                 max_context_tokens=2048,
             )
             runner.run(engines[name].load(*checkpoints[format]))
-        calls: dict[str, Callable[[np.ndarray, int], int]] = {
-            name: lambda prompts, new, engine=engine: runner.run(generate(engine, prompts, new))
-            for name, engine in engines.items()
+
+        def call(engine: EmbeddedEngine, prompts: np.ndarray, new: int) -> int:
+            return sum(len(whole) for whole in runner.run(generate(engine, prompts, new)))
+
+        calls: dict[str, Call] = {
+            name: functools.partial(call, engine) for name, engine in engines.items()
         }
-        calls |= {
-            PEER: peer(root, torch.bfloat16),
-            "transformers_float32": peer(root, torch.float32),
-        }
+        calls |= {f"generate {name}": peer(root, dtype) for name, dtype in DTYPES.items()}
         for batch in arguments.batches:
-            results[f"batch {batch}"] = measure(
-                calls, batch, arguments.prompt, arguments.new, arguments.runs
+            results[f"batch {batch}"] = compare(
+                root, calls, batch, arguments.prompt, arguments.new, arguments.runs
             )
-        prefill = measure(calls, 8, 1000, 1, arguments.runs)
+        prefill = compare(root, calls, 8, 1000, 1, arguments.runs)
         results["prefill of 8 x 1000 tokens, tokens/s"] = {
             name: round(8000 / timing["median_s"]) for name, timing in prefill.items()
         }
@@ -201,6 +301,9 @@ def main() -> None:
             name: runner.run(switch_seconds(engines[name], checkpoints[format]))
             for name, (format, _) in GROUPS.items()
         }
+        results["float32 log-probs, largest difference to a full pass"] = runner.run(
+            logp_difference(root, checkpoints[WeightFormat.BF16])
+        )
         for engine in engines.values():
             runner.run(engine.close())
     description = harness.machine(("torch", "transformers"))

@@ -8,6 +8,8 @@ checks lengths, not meaning: `check_completion` does that once, where a record e
 from __future__ import annotations
 
 import numpy as np
+import zstandard
+from google.protobuf.message import DecodeError, Message
 
 from contracts.errors import BadInputError
 from contracts.pb import fleet_pb2, rollout_pb2, weights_pb2
@@ -18,6 +20,7 @@ from contracts.types import (
     FileEntry,
     FinishReason,
     GenerateRequest,
+    GroupUpdate,
     KvFormat,
     Manifest,
     Purpose,
@@ -27,10 +30,13 @@ from contracts.types import (
     TensorEntry,
     Trajectory,
     TrajectoryGroup,
+    UpdateReport,
     VersionSpan,
     WeightFormat,
 )
 
+ZSTD_LEVEL = 3
+MAX_GROUP_BYTES = 2**31  # of a group that came packed
 MAX_CANDIDATES = 65535  # a count travels as uint16
 
 
@@ -41,10 +47,13 @@ def pack(array: np.ndarray, dtype: str) -> bytes:
 
 def unpack(data: bytes, dtype: str, field: str) -> np.ndarray:
     """A read-only view of packed bytes; raises BadInputError on a truncated field."""
-    size = np.dtype(dtype).itemsize
-    if len(data) % size:
-        raise BadInputError(field, expected=f"a multiple of {size} bytes", found=len(data))
-    return np.frombuffer(data, dtype=dtype)
+    try:
+        return np.frombuffer(data, dtype)
+    except ValueError:
+        size = np.dtype(dtype).itemsize
+        raise BadInputError(
+            field, expected=f"a multiple of {size} bytes", found=len(data)
+        ) from None
 
 
 def sampling_to_pb(sampling: SamplingParams) -> rollout_pb2.SamplingParams:
@@ -82,26 +91,30 @@ def _spans_from_pb(messages) -> tuple[VersionSpan, ...]:
 
 def _counts_bytes(candidates: CandidateSets) -> bytes:
     counts = candidates.counts
-    if len(counts) and counts.max() > MAX_CANDIDATES:
+    largest = int(np.maximum.reduce(counts, initial=0))
+    if largest > MAX_CANDIDATES:
         raise BadInputError(
             "candidate set",
             expected=f"at most {MAX_CANDIDATES} ids (lower top_p, or cap it with top_k)",
-            found=int(counts.max()),
+            found=largest,
         )
     return pack(counts, "<u2")
 
 
 def _candidates_from_pb(message) -> CandidateSets:
-    counts = unpack(message.candidate_counts, "<u2", "candidate_counts").astype(np.int64)
-    ids = unpack(message.candidate_ids, "<i4", "candidate_ids")
-    logp = unpack(message.candidate_logp, "<f4", "candidate_logp")
-    if counts.sum() != len(ids) or len(ids) != len(logp):
+    sets = CandidateSets.from_counts(
+        unpack(message.candidate_counts, "<u2", "candidate_counts"),
+        unpack(message.candidate_ids, "<i4", "candidate_ids"),
+        unpack(message.candidate_logp, "<f4", "candidate_logp"),
+    )
+    num = int(sets.offsets[-1])
+    if not num == len(sets.ids) == len(sets.logp):
         raise BadInputError(
             "candidate sets",
-            expected=f"{int(counts.sum())} ids and log-probs",
-            found=f"{len(ids)} and {len(logp)}",
+            expected=f"{num} ids and log-probs",
+            found=f"{len(sets.ids)} and {len(sets.logp)}",
         )
-    return CandidateSets.from_counts(counts, ids, logp)
+    return sets
 
 
 def chunk_to_pb(chunk: Completion) -> rollout_pb2.CompletionChunk:
@@ -117,16 +130,22 @@ def chunk_to_pb(chunk: Completion) -> rollout_pb2.CompletionChunk:
 
 
 def chunk_from_pb(message: rollout_pb2.CompletionChunk) -> Completion:
-    reason = message.finish_reason
-    if reason and reason not in set(FinishReason):
-        raise BadInputError("finish_reason", expected=", ".join(FinishReason), found=reason)
     return Completion(
         tokens=unpack(message.tokens, "<i4", "tokens"),
         sampler_logp=unpack(message.sampler_logp, "<f4", "sampler_logp"),
         candidates=_candidates_from_pb(message),
         spans=_spans_from_pb(message.spans),
-        finish_reason=FinishReason(reason) if reason else None,
+        finish_reason=_finish_reason(message.finish_reason),
     )
+
+
+def _finish_reason(name: str) -> FinishReason | None:
+    try:
+        return FinishReason(name) if name else None
+    except ValueError:
+        raise BadInputError(
+            "finish_reason", expected=", ".join(FinishReason), found=name
+        ) from None
 
 
 def generate_to_pb(request: GenerateRequest) -> rollout_pb2.GenerateRequest:
@@ -137,6 +156,7 @@ def generate_to_pb(request: GenerateRequest) -> rollout_pb2.GenerateRequest:
         sampling=sampling_to_pb(request.sampling),
         min_version=request.min_version,
         purpose=request.purpose,
+        ends_session=request.ends_session,
     )
 
 
@@ -150,6 +170,7 @@ def generate_from_pb(message: rollout_pb2.GenerateRequest) -> GenerateRequest:
         sampling=sampling_from_pb(message.sampling),
         min_version=message.min_version,
         purpose=Purpose(message.purpose),
+        ends_session=message.ends_session,
     )
 
 
@@ -214,7 +235,29 @@ def group_to_pb(group: TrajectoryGroup) -> rollout_pb2.TrajectoryGroup:
     )
 
 
+def compressed(message: rollout_pb2.TrajectoryGroup) -> rollout_pb2.TrajectoryGroup:
+    """The same group with its trajectories packed by zstd; `group_from_pb` reads both."""
+    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(message.SerializeToString())
+    return rollout_pb2.TrajectoryGroup(
+        sequence=message.sequence, task_id=message.task_id, zstd=packed
+    )
+
+
+def _decompressed(message: rollout_pb2.TrajectoryGroup) -> rollout_pb2.TrajectoryGroup:
+    rule = f"group {message.sequence}, zstd"
+    try:
+        size = zstandard.frame_content_size(message.zstd)
+        if not 0 <= size <= MAX_GROUP_BYTES:
+            raise BadInputError(rule, expected=f"at most {MAX_GROUP_BYTES} bytes", found=size)
+        data = zstandard.ZstdDecompressor().decompress(message.zstd)
+        return rollout_pb2.TrajectoryGroup.FromString(data)
+    except (zstandard.ZstdError, DecodeError) as error:
+        raise BadInputError(rule, expected="a packed group", found=error) from None
+
+
 def group_from_pb(message: rollout_pb2.TrajectoryGroup) -> TrajectoryGroup:
+    if message.zstd:
+        message = _decompressed(message)
     return TrajectoryGroup(
         sequence=message.sequence,
         task_id=message.task_id,
@@ -234,6 +277,9 @@ def sampler_to_pb(info: SamplerInfo) -> fleet_pb2.Register:
         tokenizer_fingerprint=info.tokenizer_fingerprint,
         protocol_version=info.protocol_version,
         version=info.version,
+        formats=info.formats,
+        tokens_per_second=info.tokens_per_second,
+        price_per_hour=info.price_per_hour,
     )
 
 
@@ -269,6 +315,7 @@ def sampler_from_pb(message: fleet_pb2.Register) -> SamplerInfo:
                 expected=", ".join(kinds),
                 found=getattr(message, field),
             )
+    known = set(WeightFormat)  # one this side has never heard of is of no use to it
     return SamplerInfo(
         sampler_id=message.sampler_id,
         group=message.group,
@@ -280,7 +327,66 @@ def sampler_from_pb(message: fleet_pb2.Register) -> SamplerInfo:
         tokenizer_fingerprint=message.tokenizer_fingerprint,
         protocol_version=message.protocol_version,
         version=message.version,
+        formats=tuple(WeightFormat(name) for name in message.formats if name in known),
+        tokens_per_second=message.tokens_per_second,
+        price_per_hour=_optional(message, "price_per_hour"),
     )
+
+
+def update_to_pb(report: UpdateReport) -> fleet_pb2.UpdateReport:
+    return fleet_pb2.UpdateReport(
+        step=report.step,
+        version=report.version,
+        seconds=report.seconds,
+        update_seconds=report.update_seconds,
+        num_taken=report.num_taken,
+        sequences=report.sequences,
+        staleness=report.staleness,
+        kl=report.kl,
+        share_out_of_band=report.share_out_of_band,
+        reward=report.reward,
+        groups=[
+            fleet_pb2.GroupUpdate(
+                group=group.group,
+                num_trajectories=group.num_trajectories,
+                num_tokens=group.num_tokens,
+                kl=group.kl,
+                share_out_of_band=group.share_out_of_band,
+            )
+            for group in report.groups
+        ],
+        alarms=report.alarms,
+    )
+
+
+def update_from_pb(message: fleet_pb2.UpdateReport) -> UpdateReport:
+    return UpdateReport(
+        step=message.step,
+        version=message.version,
+        seconds=message.seconds,
+        update_seconds=message.update_seconds,
+        num_taken=message.num_taken,
+        sequences=tuple(message.sequences),
+        staleness=_optional(message, "staleness"),
+        kl=_optional(message, "kl"),
+        share_out_of_band=_optional(message, "share_out_of_band"),
+        reward=_optional(message, "reward"),
+        groups=tuple(
+            GroupUpdate(
+                group=group.group,
+                num_trajectories=group.num_trajectories,
+                num_tokens=group.num_tokens,
+                kl=_optional(group, "kl"),
+                share_out_of_band=_optional(group, "share_out_of_band"),
+            )
+            for group in message.groups
+        ),
+        alarms=tuple(message.alarms),
+    )
+
+
+def _optional(message: Message, field: str) -> float | None:
+    return getattr(message, field) if message.HasField(field) else None
 
 
 def file_to_pb(entry: FileEntry) -> weights_pb2.FileEntry:

@@ -1,11 +1,12 @@
 """What a process shows its peers and asks of them: a bearer token, and certificates for TLS.
 
-Owns reading both from files, following a token file that changes, and which tokens pass. Must not
+Owns reading both from files, following a token file that changes, and whose token it is. Must not
 know channels or servers. A secret of it is in no log line, no error and no repr.
 """
 
 from __future__ import annotations
 
+import enum
 import hmac
 import logging
 import ssl
@@ -24,59 +25,98 @@ GRACE_S = 60.0  # a token that was replaced still passes that long
 _Path = str | Path | None
 
 
-def read_token(path: _Path) -> str:
-    """The bearer token in a file ("" without one), never logged. Raises BadInputError."""
+class Role(enum.StrEnum):
+    """Whose token it is. What each may call stands in `contracts.roles`."""
+
+    ALL = "all"
+    SAMPLER = "sampler"
+    TRAINER = "trainer"
+
+
+def read_tokens(path: _Path) -> dict[str, Role]:
+    """The bearer tokens in a file (none without one), never logged.
+
+    A line is a token of every right, or `sampler TOKEN` or `trainer TOKEN`.
+
+    Raises:
+        BadInputError: what no header can carry, a token below 16 characters, one that stands there
+            twice, two of every right.
+    """
     if not path:
-        return ""
+        return {}
+    rule = f"token file {path}"
     try:
-        token = Path(path).read_bytes().decode("ascii").strip()
+        lines = Path(path).read_bytes().decode("ascii").strip().split("\n")
     except UnicodeDecodeError:
-        token = "\0"
-    if not token.isprintable():  # a header can't carry it
-        raise BadInputError(
-            f"token file {path}", expected="one line of ASCII text", found="other bytes"
-        )
-    if len(token) < 16:
-        raise BadInputError(
-            f"token file {path}", expected="at least 16 characters", found=f"{len(token)}"
-        )
-    return token
+        lines = ["\0"]
+    tokens: dict[str, Role] = {}
+    for line in lines:
+        role, _, token = line.strip().rpartition(" ")
+        known = role in (Role.SAMPLER, Role.TRAINER)
+        unreadable = not token.isprintable() or (role and not known)
+        if unreadable or (not role and Role.ALL in tokens.values()):
+            raise BadInputError(
+                rule,
+                expected="one line of ASCII text, or several that begin with sampler or trainer",
+                found="something else",
+            )
+        if len(token) < 16:
+            raise BadInputError(rule, expected="at least 16 characters", found=f"{len(token)}")
+        if token in tokens:
+            raise BadInputError(rule, expected="tokens that differ", found="one twice")
+        tokens[token] = Role(role) if known else Role.ALL
+    return tokens
 
 
 class Token:
-    """A bearer token, false without one. One from a file follows the file. Thread-safe.
+    """A process's bearer tokens, false without one. Those from a file follow it. Thread-safe.
 
-    A change that leaves no usable token in the file is logged, and the token stays.
+    A change that leaves no usable token in the file is logged, and the tokens stay.
     """
 
     def __init__(
         self, text: str = "", *, file: _Path = None, clock: Callable[[], float] = time.time
     ) -> None:
-        """`clock` gives seconds since the epoch, as the file's times do. Raises as `read_token`."""
+        """`clock` gives seconds since the epoch, as the file's times do. As `read_tokens` raises.
+
+        A `text` is a token of every right.
+        """
         self._file = Path(file) if file else None
         self._clock = clock
         self._seen = self._state()
-        self._text = read_token(file) if file else text
-        self._previous, self._previous_until = "", 0.0
+        self._roles = read_tokens(file) if file else {text: Role.ALL} if text else {}
+        self._previous: dict[str, Role] = {}
+        self._previous_until = 0.0
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
-        return bool(self._text)  # a file never changes that
+        return bool(self._roles)  # a file never changes that
 
     def current(self) -> str:
-        """The token to show now, "" for none."""
+        """The token to show now, the first in the file; "" for none."""
         with self._lock:
             self._follow()
-            return self._text
+            return next(iter(self._roles), "")
+
+    def role_of(self, shown: str) -> Role | None:
+        """Whose token it is; None if nobody's.
+
+        One that was replaced keeps its role until GRACE_S after the change.
+        """
+        with self._lock:
+            self._follow()
+            valid = dict(self._roles)
+            if self._clock() < self._previous_until:
+                valid = self._previous | valid
+        found = None
+        for text, role in valid.items():
+            if hmac.compare_digest(shown.encode(), text.encode()):
+                found = role
+        return found
 
     def accepts(self, shown: str) -> bool:
-        """Whether it is the token, or the one before it less than GRACE_S after the change."""
-        with self._lock:
-            self._follow()
-            valid = [self._text]
-            if self._clock() < self._previous_until:
-                valid.append(self._previous)
-        return any(hmac.compare_digest(shown.encode(), text.encode()) for text in valid)
+        """Whether it is a token of every right."""
+        return self.role_of(shown) == Role.ALL
 
     def _state(self) -> tuple[int, int, int] | None:
         """What differs when the file was written or replaced; None when it is not there."""
@@ -92,16 +132,16 @@ class Token:
             return
         self._seen = state
         try:
-            text = read_token(self._file)
+            roles = read_tokens(self._file)
         except (BadInputError, OSError) as error:
             log.warning("the token stays as it was: %s", error)
             return
-        if text == self._text:
+        if roles == self._roles:
             return
         now = self._clock()
         changed = min(state[0] / 1e9, now) if state else now
-        self._previous, self._previous_until = self._text, changed + GRACE_S
-        self._text = text
+        self._previous, self._previous_until = self._roles, changed + GRACE_S
+        self._roles = roles
         log.info("token file %s: a new token", self._file)
 
 

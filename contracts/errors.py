@@ -13,13 +13,23 @@ from collections.abc import Callable
 from typing import Any
 
 EXIT_DIRTY = 3  # of a process that is to be replaced
+_LONGEST = 400  # of what a peer gave, in a sentence
+
+
+def shown(given: object) -> str:
+    """What a peer gave, as it may stand in a log line: nothing that breaks one, nor floods it."""
+    text = str(given)
+    cut = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+    if cut.isprintable():
+        return cut
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
 
 
 class BadInputError(ValueError):
     """A person or a peer gave something unusable; trying again won't help."""
 
     def __init__(self, rule: str, *, expected: object, found: object) -> None:
-        super().__init__(f"{rule}: expected {expected}, found {found}")
+        super().__init__(f"{shown(rule)}: expected {expected}, found {shown(found)}")
         self.rule, self.expected, self.found = rule, expected, found
 
 

@@ -30,6 +30,7 @@ from contracts.errors import (
     DirtyProcessError,
     RetryError,
 )
+from contracts.roles import may_call
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ _OPTIONS = [
 # Both directions of the wire use this one table. Order matters: the first matching type wins.
 _STATUS = (
     (AuthError, grpc.StatusCode.UNAUTHENTICATED),
+    (AuthError, grpc.StatusCode.PERMISSION_DENIED),
     (BadInputError, grpc.StatusCode.INVALID_ARGUMENT),
     (ConflictError, grpc.StatusCode.ABORTED),
     (RetryError, grpc.StatusCode.UNAVAILABLE),
@@ -250,7 +252,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class _CheckToken(grpc.aio.ServerInterceptor):
-    """Refuses a call without the right bearer token, whatever its arity."""
+    """Refuses a call without a bearer token that may make it, before any message is read."""
 
     def __init__(self, token: Token) -> None:
         self._token = token
@@ -261,36 +263,29 @@ class _CheckToken(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
         given = str(dict(handler_call_details.invocation_metadata or ()).get("authorization", ""))
         scheme, _, shown = given.partition(" ")
-        if handler is None or (scheme == "Bearer" and self._token.accepts(shown)):
+        role = self._token.role_of(shown) if scheme == "Bearer" else None
+        method = handler_call_details.method
+        if role is None:
+            code = grpc.StatusCode.UNAUTHENTICATED
+            found = "a different token" if given else "no token"
+            details = f"bearer token: expected this server's, found {found}"
+        elif not may_call(role, method):
+            code = grpc.StatusCode.PERMISSION_DENIED
+            details = f"bearer token: expected one that may call {method}, found a {role}'s"
+            log.warning("refused: %s", details)
+        else:
             return handler
 
-        async def refuse(_request: Any, context: grpc.aio.ServicerContext) -> None:
-            found = "a different token" if given else "no token"
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED,
-                f"bearer token: expected this server's, found {found}",
-            )
-
-        async def refuse_stream(
-            request: Any, context: grpc.aio.ServicerContext
-        ) -> AsyncIterator[None]:
-            await refuse(request, context)
+        async def refuse(_: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+            await context.abort(code, details)
             yield None
 
-        streams = (handler.request_streaming, handler.response_streaming)
-        make = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[streams]
-        return make(
-            refuse_stream if handler.response_streaming else refuse,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        # of this arity for calls of all: the others would take in a whole message first
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 @contextlib.asynccontextmanager
@@ -323,7 +318,7 @@ async def start_server(
     """
     credentials = Credentials.of(credentials)
     secure = _server_credentials(credentials.tls) if credentials.tls else None
-    await _check_listen(address)
+    await check_listen(address)
     interceptors = [_CheckToken(credentials.token)] if credentials.token else []
     server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
     add(server)
@@ -339,8 +334,11 @@ async def start_server(
     return server, port
 
 
-async def _check_listen(address: str) -> None:
-    """What gRPC would let pass: it wraps port numbers, and is content with one address of many."""
+async def check_listen(address: str) -> None:
+    """Refuses what gRPC would let pass: it wraps port numbers, and one address of many is enough.
+
+    Raises BadInputError as `start_server` does.
+    """
     subject = f"listen address {address}"
     host, _, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")

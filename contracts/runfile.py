@@ -40,6 +40,7 @@ SECTIONS = {
     "sampling": "sampler_fleet",
     "episodes": "sampler_fleet",
     "tasks": "sampler_fleet",
+    "autoscaler": "sampler_fleet",
 }
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from contracts.errors import BadInputError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Bytes = bytes | bytearray | memoryview
 
@@ -191,7 +191,10 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """Continue the whole token buffer `tokens` of a session."""
+    """Continue the whole token buffer `tokens` of a session.
+
+    `ends_session` says that no turn follows, so that its place is free afterwards.
+    """
 
     request_id: str
     session_id: str
@@ -199,6 +202,7 @@ class GenerateRequest:
     sampling: SamplingParams
     min_version: int = 0
     purpose: Purpose = Purpose.TRAIN
+    ends_session: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +251,12 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerInfo:
-    """What a sampler says of itself when it joins."""
+    """What a sampler says of itself when it joins.
+
+    `tokens_per_second` is what it drew at `max_sessions`, measured before it joined (0: it was
+    not). `price_per_hour` (US dollars, all its accelerators) is for those who know better than the
+    run file's price table. `formats` are what its engine can load; none: only `weight_format`.
+    """
 
     sampler_id: str
     group: str
@@ -258,7 +267,44 @@ class SamplerInfo:
     model_fingerprint: str
     tokenizer_fingerprint: str
     version: int
+    formats: tuple[WeightFormat, ...] = ()
+    tokens_per_second: float = 0.0
+    price_per_hour: float | None = None
     protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupUpdate:
+    """One training group in one update. None: it had no token in it."""
+
+    group: str
+    num_trajectories: int
+    num_tokens: int  # sampled ones
+    kl: float | None = None  # sampler against trainer, nats per token
+    share_out_of_band: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateReport:
+    """What the trainer says to the gateway after an update. Seconds; staleness in versions.
+
+    `num_taken` counts the trajectories taken since the report before, also those dropped;
+    `update_seconds` is the part of `seconds` in which it computed; `sequences` are of the groups it
+    trained on.
+    """
+
+    step: int
+    version: int
+    seconds: float
+    update_seconds: float
+    num_taken: int
+    sequences: tuple[int, ...] = ()
+    staleness: float | None = None
+    kl: float | None = None
+    share_out_of_band: float | None = None
+    reward: float | None = None
+    groups: tuple[GroupUpdate, ...] = ()
+    alarms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,24 +7,32 @@ sandboxes are inside the commands: the gateway runs without torch, a sampler wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from contracts.credentials import Credentials, read_credentials
-from contracts.errors import EXIT_DIRTY, DirtyProcessError, exits_politely
-from sampler_fleet.process import die_with_parent, log_to_stderr, run_until_stopped, write_port_file
+from contracts.errors import EXIT_DIRTY, BadInputError, DirtyProcessError, exits_politely
+from contracts.logs import log_to_stderr
+from contracts.types import WeightFormat
+from sampler_fleet.process import die_with_parent, run_until_stopped, write_port_file
 
 if TYPE_CHECKING:
-    from sampler_fleet.config import GroupConfig
+    from rich.console import Console
+
+    from sampler_fleet.config import FleetConfig, GroupConfig
     from sampler_fleet.engines.base import Engine
+    from sampler_fleet.providers.base import Provider
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +48,9 @@ StateDir = Annotated[Path, typer.Option(help="What this process keeps over resta
 DieWithParent = Annotated[
     bool, typer.Option("--die-with-parent", help="Stop when the process that started this ends.")
 ]
+ProviderName = Annotated[Literal["modal"], typer.Argument(help="Where to.")]
+RunFile = Annotated[Path, typer.Argument(help="Run file (.toml) or resolved run record (.json).")]
+AppName = Annotated[str, typer.Option(help="Another app than the run file's fleet.modal.app.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token of the run.")]
 TlsCa = Annotated[Path | None, typer.Option(help="PEM file of the CA that verifies the peers.")]
 TlsCert = Annotated[Path | None, typer.Option(help="PEM file of this process's certificate.")]
@@ -63,6 +74,8 @@ def serve(  # noqa: PLR0913 (a command line)
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     port_file: Annotated[Path | None, typer.Option(help="Gets the bound port.")] = None,
+    web: Annotated[str, typer.Option(help="HOST:PORT of a live page; none if not given.")] = "",
+    web_port_file: Annotated[Path | None, typer.Option(help="Gets the page's port.")] = None,
     with_parent: DieWithParent = False,
 ) -> None:
     """The gateway: routes sessions to samplers, runs episodes, keeps their trajectories."""
@@ -80,11 +93,13 @@ def serve(  # noqa: PLR0913 (a command line)
                 token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
             ),
             port_file=port_file,
+            web=web,
+            web_port_file=web_port_file,
         )
     )
 
 
-async def _serve(
+async def _serve(  # noqa: PLR0913 (a command line)
     config: Path,
     *,
     state_dir: Path,
@@ -93,6 +108,8 @@ async def _serve(
     weights: str,
     credentials: Credentials,
     port_file: Path | None,
+    web: str,
+    web_port_file: Path | None,
 ) -> None:
     from contracts.rpc import start_server
     from sampler_fleet.config import read_settings
@@ -103,13 +120,16 @@ async def _serve(
     from sampler_fleet.episodes.tasks import generate_tasks
     from sampler_fleet.fingerprint import identify_checkpoint
     from sampler_fleet.fleet import Fleet
-    from sampler_fleet.gateway import add_services
+    from sampler_fleet.gateway import FleetServicer, add_services
+    from sampler_fleet.metering import Metering
     from sampler_fleet.producer import Producer
     from sampler_fleet.spool import Spool
+    from sampler_fleet.web.app import serving_page
 
     settings = read_settings(config)
     episodes, tasks = settings.episodes, settings.tasks
-    fleet = Fleet(settings.fleet, identify_checkpoint(checkpoint))
+    metering = Metering(settings.fleet, time.time(), state_dir / "cost.json")
+    fleet = Fleet(settings.fleet, identify_checkpoint(checkpoint), metering=metering)
     most = episodes.max_concurrent + episodes.max_concurrent_evaluation
     sandboxes = SandboxPool(episodes.num_sandboxes or most, episodes.sandbox)
     examination_rooms = SandboxPool(episodes.num_graders, episodes.sandbox)
@@ -128,7 +148,7 @@ async def _serve(
             grader=Grader(examination_rooms, episodes.grading),
             limits=episodes.limits,
         ),
-        wait_until_ready=fleet.wait_until_ready,
+        open_session=fleet.session,
         spool=(spool := Spool(state_dir / "groups.sqlite")),
         seed=tasks.seed,
     )
@@ -143,8 +163,15 @@ async def _serve(
         try:
             write_port_file(port_file, port)
             log.info("listening on port %d; %d groups kept", port, spool.count())
-            work = asyncio.ensure_future(_first_failure(fleet.keep_leases(), producer.run()))
-            await run_until_stopped(work, work.cancel)
+            async with serving_page(
+                web,
+                web_port_file,
+                status_now=FleetServicer(fleet, spool, producer).status_now,
+                drain=lambda sampler_id: fleet.drain(sampler_id, "asked to on the web page"),
+                credentials=credentials,
+            ):
+                work = asyncio.ensure_future(_first_failure(fleet.keep_leases(), producer.run()))
+                await run_until_stopped(work, work.cancel)
         finally:
             fleet.stop()
             spool.stop()
@@ -174,6 +201,10 @@ def join(  # noqa: PLR0913 (a command line)
     group: Annotated[str, typer.Option(help="The group it belongs to, as in the run file.")],
     sampler_id: Annotated[str, typer.Option(help="Unique in the run, kept over restarts.")],
     state_dir: StateDir,
+    price_per_hour: Annotated[
+        float | None, typer.Option(help="US dollars, where the run file's price is not the one.")
+    ] = None,
+    metrics: Annotated[str, typer.Option(help="HOST:PORT of its metrics; none if not given.")] = "",
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -193,6 +224,8 @@ def join(  # noqa: PLR0913 (a command line)
                 group_name=group,
                 sampler_id=sampler_id,
                 state_dir=state_dir,
+                price_per_hour=price_per_hour,
+                metrics=metrics,
                 credentials=read_credentials(
                     token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
                 ),
@@ -204,7 +237,7 @@ def join(  # noqa: PLR0913 (a command line)
     return 0
 
 
-async def _join(
+async def _join(  # noqa: PLR0913 (a command line)
     config: Path,
     *,
     gateway: str,
@@ -212,16 +245,21 @@ async def _join(
     group_name: str,
     sampler_id: str,
     state_dir: Path,
+    price_per_hour: float | None,
+    metrics: str,
     credentials: Credentials,
 ) -> None:
     from sampler_fleet.config import read_settings
-    from sampler_fleet.join import Patience, SamplerAgent
+    from sampler_fleet.engines.counting import CountingEngine
+    from sampler_fleet.join import Offer, Patience, SamplerAgent
+    from sampler_fleet.metrics import SamplerCollector, SamplerReading
+    from sampler_fleet.web.server import serving_metrics
     from weight_sync.client import WeightClient
 
     fleet = read_settings(config).fleet
     group = fleet.group(group_name)
     seed = int.from_bytes(hashlib.sha256(sampler_id.encode()).digest()[:4], "little")
-    engine = _engine(group, fleet.max_context_tokens, seed)
+    engine = CountingEngine(_engine(group, fleet.max_context_tokens, seed))
     client = WeightClient(weights, credentials, group.weight_format, state_dir / "weights")
     agent = SamplerAgent(
         sampler_id=sampler_id,
@@ -231,12 +269,45 @@ async def _join(
         gateway=gateway,
         credentials=credentials,
         patience=Patience(drain=fleet.drain_seconds),
+        offer=Offer(
+            formats=_formats(group),
+            price_per_hour=price_per_hour,
+            measure_seconds=fleet.measure_seconds,
+        ),
     )
+
+    def read() -> SamplerCollector:
+        return SamplerCollector(
+            SamplerReading(
+                sampler_id=sampler_id,
+                group=group.name,
+                load=engine.load_now(),
+                version=engine.version,
+                num_tokens=engine.num_tokens,
+                switch=agent.switch,
+            )
+        )
+
     try:
-        await run_until_stopped(agent.run(), lambda: agent.leave("it was told to stop"))
+        async with serving_metrics(metrics, read, credentials.tls):
+            await run_until_stopped(agent.run(), lambda: agent.leave("it was told to stop"))
     finally:
         await client.close()
         await engine.close()
+
+
+def _formats(group: GroupConfig) -> tuple[WeightFormat, ...]:
+    """What a group's engine can load on its accelerator."""
+    if group.engine == "embedded":
+        return tuple(WeightFormat)
+    from sampler_fleet.engines.launch import kernels_for
+
+    formats = []
+    for format in WeightFormat:
+        with contextlib.suppress(BadInputError):
+            kernels_for(group.accelerator, format)
+            formats.append(format)
+    return tuple(formats) or (group.weight_format,)
 
 
 def _engine(group: GroupConfig, max_context_tokens: int, seed: int) -> Engine:
@@ -269,6 +340,85 @@ def _engine(group: GroupConfig, max_context_tokens: int, seed: int) -> Engine:
         max_context_tokens=max_context_tokens,
         seed=seed,
     )
+
+
+@app.command()
+@exits_politely
+def autoscale(  # noqa: PLR0913 (a command line)
+    config: Config,
+    gateway: Gateway,
+    weights: Annotated[str, typer.Option(help="The weight service's HOST:PORT.")],
+    state_dir: StateDir,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    with_parent: DieWithParent = False,
+) -> None:
+    """The autoscaler: starts and stops samplers, as many as the trainer needs."""
+    if with_parent:
+        die_with_parent()
+    log_to_stderr("autoscaler")
+    files = {
+        "--token-file": token_file,
+        "--tls-ca": tls_ca,
+        "--tls-cert": tls_cert,
+        "--tls-key": tls_key,
+    }
+    given = [str(part) for option, path in files.items() if path for part in (option, path)]
+    asyncio.run(
+        _autoscale(
+            config,
+            gateway=gateway,
+            state_dir=state_dir,
+            credentials=read_credentials(
+                token_file, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
+            ),
+            join_options=("--gateway", gateway, "--weights", weights, *given),
+        )
+    )
+
+
+async def _autoscale(
+    config: Path,
+    *,
+    gateway: str,
+    state_dir: Path,
+    credentials: Credentials,
+    join_options: tuple[str, ...],
+) -> None:
+    from contracts.rpc import aio_channel
+    from sampler_fleet.autoscaler_loop import AutoscalerLoop
+    from sampler_fleet.live_settings import LiveSettings
+
+    settings = LiveSettings(config, state_dir / "config.json")
+    providers = _providers(settings.fleet, state_dir, join_options)
+    async with aio_channel(gateway, credentials) as channel:
+        loop = AutoscalerLoop(settings, providers, channel=channel, gateway=gateway)
+        work = asyncio.ensure_future(loop.run())
+        await run_until_stopped(work, work.cancel)
+
+
+def _providers(
+    fleet: FleetConfig, state_dir: Path, join_options: tuple[str, ...]
+) -> dict[str, Provider]:
+    """Those that the groups name. Local samplers read the settings kept in `state_dir`."""
+    providers: dict[str, Provider] = {}
+    named = {group.provider for group in fleet.groups}
+    if "local" in named:
+        from sampler_fleet.providers.local import LocalProvider
+
+        command = (sys.executable, "-m", "sampler_fleet", "join")
+        settings = ("--config", str(state_dir / "config.json"))
+        providers["local"] = LocalProvider(
+            state_dir, join=(*command, *settings, *join_options), drain_s=fleet.drain_seconds
+        )
+    if "modal" in named:
+        _needs_modal()
+        from sampler_fleet.providers.modal import ModalApi, ModalProvider
+
+        providers["modal"] = ModalProvider(ModalApi(fleet.modal.app, fleet.modal.environment))
+    return providers
 
 
 @app.command()
@@ -322,6 +472,52 @@ def check(config: Config) -> None:
     from sampler_fleet.config import read_settings
 
     print(json.dumps(read_settings(config).to_dict(), indent=2, sort_keys=True))
+
+
+@app.command("deploy")
+@exits_politely
+def deploy_groups(
+    provider: ProviderName,
+    config: RunFile,
+    name: AppName = "",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allows tokens and samples to travel without TLS.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Prints and checks everything; needs no account.")
+    ] = False,
+) -> None:
+    """Deploys the groups of a provider elsewhere: their samplers start there and dial in."""
+    _needs_modal()
+    from sampler_fleet.providers.modal_deploy import deploy, read_deployment
+
+    deploy(read_deployment(config, name), _console(), insecure=insecure, dry_run=dry_run)
+
+
+@app.command("undeploy")
+@exits_politely
+def undeploy_groups(provider: ProviderName, config: RunFile, name: AppName = "") -> None:
+    """Stops what `deploy` started, all samplers at once."""
+    _needs_modal()
+    from sampler_fleet.providers.modal_deploy import read_deployment, undeploy
+
+    undeploy(read_deployment(config, name), _console())
+
+
+def _needs_modal() -> None:
+    if importlib.util.find_spec("modal") is None:
+        raise BadInputError(
+            "this Python environment",
+            expected="the modal extra (pip install 'mixed-samplers[modal]')",
+            found="no package modal",
+        )
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=160)  # a file has no width
 
 
 @app.command("simulate")

@@ -21,27 +21,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import Field
-
-from contracts.runfile import Section
 from contracts.types import Purpose
-from sampler_fleet.config import FleetConfig, GroupConfig
+from sampler_fleet.config import AutoscalerConfig, FleetConfig, GroupConfig
 from sampler_fleet.cost import price_at
-from sampler_fleet.registry import Registry
-
-
-class AutoscalerConfig(Section):
-    """How the autoscaler reacts. Times in seconds, the backlog in trajectories."""
-
-    every_seconds: float = Field(default=30.0, gt=0)
-    cooldown_up_seconds: float = Field(default=60.0, ge=0)  # after a group's last change
-    cooldown_down_seconds: float = Field(default=600.0, ge=0)
-    start_seconds: float = Field(default=900.0, gt=0)  # a group short for longer isn't counted on
-    headroom: float = Field(default=0.1, ge=0)  # places beyond those wanted before any is given up
-    backlog_target: float = Field(default=1280.0, ge=0)  # above an update's, or the trainer waits
-    horizon_seconds: float = Field(default=1800.0, gt=0)  # to bring the backlog there
-    staleness_limit: float | None = Field(default=None, gt=0)  # mean, in versions
-    kv_limit: float = Field(default=0.9, gt=0, le=1)  # a fuller KV cache takes fewer sessions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +36,14 @@ class Demand:
     session_seconds: float | None = None  # mean of the sessions that ended lately
     staleness: float | None = None  # of the last update's tokens, mean, in versions
     work: float | None = None  # sessions and backlog when its trajectories started, mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadySampler:
+    """A sampler that takes turns now, as the registry and the router know it."""
+
+    num_sessions: int
+    kv_used_fraction: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,20 +164,19 @@ class Autoscaler:
         self,
         *,
         fleet: FleetConfig,
-        registry: Registry,
-        num_sessions: Mapping[str, int],
+        ready: Mapping[str, Sequence[ReadySampler]],
         demand: Demand,
         now: float,
         now_utc: float,
     ) -> dict[str, int]:
         """The groups whose target changed, and the new one.
 
-        `fleet` may differ from the last step's in bounds and prices. `num_sessions` is the
-        router's, by sampler. Prices are dated: they are looked up at `now_utc`, POSIX seconds.
+        `fleet` may differ from the last step's in bounds and prices. `ready` is by group. Prices
+        are dated: they are looked up at `now_utc`, POSIX seconds. Demand is for training: groups
+        of another purpose have `samplers`, as the run file says.
         """
         groups = [group for group in fleet.groups if group.purpose == Purpose.TRAIN]
-        ready = {group.name: registry.ready(group.name) for group in groups}
-        self._note_shortage({name: len(samplers) for name, samplers in ready.items()}, now)
+        self._note_shortage({group.name: len(ready[group.name]) for group in groups}, now)
         states = []
         for group in groups:
             samplers = ready[group.name]
@@ -202,13 +191,14 @@ class Autoscaler:
                     price=price.per_hour * group.num_accelerators if price else None,
                     num_target=self.targets[group.name],
                     num_ready=len(samplers),
-                    num_sessions=sum(num_sessions.get(s.sampler_id, 0) for s in samplers),
-                    kv_used_fraction=_mean([s.load.kv_used_fraction for s in samplers]),
+                    num_sessions=sum(sampler.num_sessions for sampler in samplers),
+                    kv_used_fraction=_mean([sampler.kv_used_fraction for sampler in samplers]),
                     changed_at=self._changed_at[group.name],
                     short_since=self._short_since.get(group.name),
                 )
             )
         decided = decide(FleetState(groups=tuple(states), demand=demand), self.config, now)
+        decided |= {g.name: g.samplers for g in fleet.groups if g.purpose != Purpose.TRAIN}
         changed = {name: num for name, num in decided.items() if num != self.targets[name]}
         self.targets |= changed
         self._changed_at |= dict.fromkeys(changed, now)

@@ -1,16 +1,18 @@
-"""The fleet's sections of a run file: [fleet], [sampling], [episodes], [tasks].
+"""The fleet's sections of a run file: [fleet], [sampling], [episodes], [tasks], [autoscaler].
 
 Owns their models, defaults and cross-checks. Must not import an engine: the gateway reads these.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from contracts.errors import BadInputError
 from contracts.runfile import Section, read_resolved, validate_section
@@ -19,6 +21,7 @@ from sampler_fleet.cost import Price
 from sampler_fleet.episodes.agent import EpisodeLimits
 from sampler_fleet.episodes.grading import GradingLimits
 from sampler_fleet.episodes.sandbox import SandboxLimits
+from sampler_fleet.providers.modal_config import ModalConfig, ModalGroupConfig
 
 
 class SglangConfig(Section):
@@ -33,7 +36,9 @@ class GroupConfig(Section):
     """One sampler group: samplers alike in accelerator, precision and kernels.
 
     `capacity` is relative: a group's share of the sessions of its purpose is its capacity over
-    the sum of those. `split_k` is the reduction order of the embedded engine's kernels.
+    the sum of those. "measured" takes the tokens/s its ready samplers can draw, which follows
+    samplers that come and go; all groups of a purpose or none. `split_k` is the reduction order of
+    the embedded engine's kernels.
     """
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
@@ -45,13 +50,22 @@ class GroupConfig(Section):
     samplers: int = Field(default=1, ge=0)
     min_samplers: int | None = Field(default=None, ge=0)
     max_samplers: int | None = Field(default=None, ge=0)
+    provider: Literal["local", "modal"] = "local"  # who starts and stops its samplers
     num_accelerators: int = Field(default=1, ge=1)  # of one sampler
     price_per_hour: tuple[Price, ...] = ()
     max_sessions: int = Field(default=16, ge=1)
-    capacity: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    capacity: float | Literal["measured"] = 1.0
     split_k: int = Field(default=1, ge=1)
     engine: Literal["embedded", "sglang"] = "embedded"
     sglang: SglangConfig = SglangConfig()
+    modal: ModalGroupConfig = ModalGroupConfig()
+
+    @field_validator("capacity")
+    @classmethod
+    def _is_positive(cls, capacity: float | str) -> float | str:
+        if isinstance(capacity, float) and not 0 < capacity < math.inf:
+            raise ValueError('a number above 0, or "measured"')
+        return capacity
 
     @model_validator(mode="after")
     def _in_bounds(self) -> GroupConfig:
@@ -75,6 +89,7 @@ class FleetConfig(Section):
 
     groups: tuple[GroupConfig, ...] = Field(min_length=1)
     prices: dict[str, tuple[Price, ...]] = Field(default={})  # by accelerator
+    modal: ModalConfig = ModalConfig()
     max_context_tokens: int = Field(default=4096, ge=16)
     heartbeat_seconds: float = Field(default=1.0, gt=0)
     lease_seconds: float = Field(default=15.0, gt=0)  # without a heartbeat: lost
@@ -83,6 +98,8 @@ class FleetConfig(Section):
     stall_seconds: float = Field(default=300.0, gt=0)  # a running request without a new token
     drain_seconds: float = Field(default=30.0, ge=0)  # to finish what runs before leaving
     session_idle_seconds: float = Field(default=3600.0, gt=0)  # then its place is given up
+    measure_seconds: float = Field(default=0.5, ge=0)  # a sampler's tokens/s, before it joins
+    kv_limit: float = Field(default=0.95, gt=0, le=1)  # a fuller KV cache gets no new session
     max_failovers: int = Field(default=4, ge=0)  # per turn
 
     @model_validator(mode="after")
@@ -90,6 +107,10 @@ class FleetConfig(Section):
         doubled = [name for name, num in Counter(g.name for g in self.groups).items() if num > 1]
         if doubled:
             raise ValueError(f"group names that differ from each other, not {doubled[0]!r} twice")
+        for purpose in Purpose:
+            capacities = [g.capacity for g in self.groups if g.purpose == purpose]
+            if 0 < capacities.count("measured") < len(capacities):
+                raise ValueError(f"capacity measured in all {purpose} groups or in none")
         if self.lease_seconds < 2 * self.heartbeat_seconds:
             raise ValueError("lease_seconds of at least two heartbeats")
         return self
@@ -107,11 +128,25 @@ class FleetConfig(Section):
         """Dated prices of one accelerator of a group; none if nobody gave any."""
         return group.price_per_hour or self.prices.get(group.accelerator, ())
 
-    def shares(self, purpose: Purpose) -> dict[str, float]:
-        """Each group's exact share of the sessions of a purpose; they sum to 1."""
+    def shares(
+        self, purpose: Purpose, measured: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Each group's exact share of the sessions of a purpose; they sum to 1.
+
+        `measured` holds tokens/s by group, for groups whose capacity is measured; until anybody
+        can draw any, all are alike.
+        """
         groups = [group for group in self.groups if group.purpose == purpose]
-        total = sum(group.capacity for group in groups)
-        return {group.name: group.capacity / total for group in groups}
+        capacities = {
+            group.name: (measured or {}).get(group.name, 0.0)
+            if group.capacity == "measured"
+            else group.capacity
+            for group in groups
+        }
+        if not any(capacities.values()):
+            capacities = dict.fromkeys(capacities, 1.0)
+        total = sum(capacities.values())
+        return {name: capacity / total for name, capacity in capacities.items()}
 
 
 class SamplingConfig(Section):
@@ -150,6 +185,23 @@ class TasksConfig(Section):
     seed: int = Field(default=0, ge=0)
 
 
+class AutoscalerConfig(Section):
+    """[autoscaler]: how the autoscaler reacts; without it groups keep `samplers`.
+
+    Times are in seconds, the backlog in trajectories.
+    """
+
+    every_seconds: float = Field(default=30.0, gt=0)
+    cooldown_up_seconds: float = Field(default=60.0, ge=0)  # after a group's last change
+    cooldown_down_seconds: float = Field(default=600.0, ge=0)
+    start_seconds: float = Field(default=900.0, gt=0)  # a group short for longer isn't counted on
+    headroom: float = Field(default=0.1, ge=0)  # places beyond those wanted before any is given up
+    backlog_target: float = Field(default=1280.0, ge=0)  # above an update's, or the trainer waits
+    horizon_seconds: float = Field(default=1800.0, gt=0)  # to bring the backlog there
+    staleness_limit: float | None = Field(default=None, gt=0)  # mean, in versions
+    kv_limit: float = Field(default=0.9, gt=0, le=1)  # a fuller KV cache takes fewer sessions
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The fleet's sections of one run, validated."""
@@ -158,15 +210,19 @@ class Settings:
     sampling: SamplingConfig
     episodes: EpisodesConfig
     tasks: TasksConfig
+    autoscaler: AutoscalerConfig | None  # None: the fleet's size is fixed
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Resolved sections as JSON values."""
-        return {
-            "fleet": self.fleet.model_dump(mode="json"),
-            "sampling": self.sampling.model_dump(mode="json"),
-            "episodes": self.episodes.model_dump(mode="json"),
-            "tasks": self.tasks.model_dump(mode="json"),
+        sections: dict[str, Section] = {
+            "fleet": self.fleet,
+            "sampling": self.sampling,
+            "episodes": self.episodes,
+            "tasks": self.tasks,
         }
+        if self.autoscaler:
+            sections["autoscaler"] = self.autoscaler
+        return {name: section.model_dump(mode="json") for name, section in sections.items()}
 
 
 def read_settings(path: str | Path) -> Settings:
@@ -177,6 +233,9 @@ def read_settings(path: str | Path) -> Settings:
         sampling=validate_section(SamplingConfig, "sampling", sections.get("sampling", {})),
         episodes=validate_section(EpisodesConfig, "episodes", sections.get("episodes", {})),
         tasks=validate_section(TasksConfig, "tasks", sections.get("tasks", {})),
+        autoscaler=validate_section(AutoscalerConfig, "autoscaler", sections["autoscaler"])
+        if "autoscaler" in sections
+        else None,
     )
     if not settings.fleet.shares(Purpose.TRAIN):
         raise BadInputError(

@@ -10,11 +10,12 @@ from the moment a sampler is asked for (providers bill while it loads) until it 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, TypeAdapter, field_validator
 
 from contracts.errors import BadInputError
 from contracts.runfile import Section
@@ -71,6 +72,12 @@ class Cost:
     gpu_hours: float
     dollars: float | None
 
+    def __add__(self, other: Cost) -> Cost:
+        gpu_hours = self.gpu_hours + other.gpu_hours
+        if self.dollars is None or other.dollars is None:
+            return Cost(gpu_hours=gpu_hours, dollars=None)
+        return Cost(gpu_hours=gpu_hours, dollars=self.dollars + other.dollars)
+
     def __sub__(self, earlier: Cost) -> Cost:
         gpu_hours = self.gpu_hours - earlier.gpu_hours
         if self.dollars is None or earlier.dollars is None:
@@ -86,11 +93,22 @@ class _Account:
     dollars: float = 0.0
 
 
+class _Saved(Section):
+    num_accelerators: int
+    since: float
+    gpu_seconds: float
+    dollars: float
+    prices: tuple[Price, ...]
+
+
+_STATE = TypeAdapter(dict[str, _Saved])
+
+
 @dataclass
 class CostMeter:
     """Cumulated cost by group. The cost of an update is the difference of two readings."""
 
-    prices: Mapping[str, Sequence[Price]]  # by group; none: only GPU-hours are counted
+    prices: dict[str, Sequence[Price]]  # by group; none: only GPU-hours are counted
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
     def hold(self, group: str, num_accelerators: int, now: float) -> None:
@@ -102,6 +120,29 @@ class CostMeter:
         """What each group that ever held something has cost until now."""
         return {group: self._read(group, now) for group in self._accounts}
 
+    @property
+    def accounts(self) -> Collection[str]:
+        """Groups that ever held something."""
+        return self._accounts.keys()
+
+    def state(self, now: float) -> dict[str, dict[str, Any]]:
+        """Everything it knows, as JSON values."""
+        return {
+            group: asdict(self._settle(group, now))
+            | {"prices": [price.model_dump(mode="json") for price in self.prices.get(group, ())]}
+            for group in self._accounts
+        }
+
+    def restore(self, state: object) -> None:
+        """Goes on from a `state`; prices it was not given now are those of then.
+
+        Raises:
+            ValueError: that is no state.
+        """
+        for group, saved in _STATE.validate_python(state).items():
+            self._accounts[group] = _Account(**saved.model_dump(exclude={"prices"}))
+            self.prices.setdefault(group, saved.prices)
+
     def _read(self, group: str, now: float) -> Cost:
         account = self._settle(group, now)
         priced = bool(self.prices.get(group))
@@ -112,7 +153,7 @@ class CostMeter:
 
     def _settle(self, group: str, now: float) -> _Account:
         account = self._accounts.setdefault(group, _Account(num_accelerators=0, since=now))
-        assert now >= account.since, "time does not run backwards"
+        now = max(now, account.since)  # a clock that was set back costs nothing
         if account.num_accelerators and now > account.since:
             account.gpu_seconds += account.num_accelerators * (now - account.since)
             if prices := self.prices.get(group):

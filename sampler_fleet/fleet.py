@@ -1,8 +1,9 @@
 """The gateway's core: turns go out to samplers, checked records come back, and survive a loss.
 
-Owns the links to connected samplers, the Generator port of episodes, and what happens when a
-sampler dies, stalls or sends a record the loss cannot use. Routing is decided in `router.py`,
-admission in `registry.py`. Must not know the wire format: the servicer converts.
+Owns the links to connected samplers, the Generator port of episodes, who waits for a place, and
+what happens when a sampler dies, stalls or sends a record the loss cannot use. Routing is decided
+in `router.py`, admission of samplers in `registry.py`. Must not know the wire format: the servicer
+converts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,142 +31,24 @@ from contracts.types import (
     check_completion,
 )
 from sampler_fleet.config import FleetConfig
+from sampler_fleet.cost import Cost
 from sampler_fleet.engines.base import EngineLoad
 from sampler_fleet.episodes.base import GeneratedChunk
 from sampler_fleet.fingerprint import CheckpointIdentity
+from sampler_fleet.link import Drain, EndSession, Expel, Link, SamplerGoneError, Turn
+from sampler_fleet.metering import Metering
 from sampler_fleet.registry import Registry
-from sampler_fleet.router import Route, Router
+from sampler_fleet.router import Route, Router, Wait
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Abort:
-    request_id: str
+class Target:
+    """Samplers a group is to have, and how many its provider holds; None: it does not say."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class EndSession:
-    session_id: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drain:
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expel:
-    reason: str
-
-
-Command = GenerateRequest | Abort | EndSession | Drain | Expel
-
-
-class SamplerGoneError(RetryError):
-    """The sampler cannot finish this request; another one continues it."""
-
-
-class Link:
-    """One connected sampler: commands out, records in, until it is closed with a reason."""
-
-    def __init__(self, sampler_id: str) -> None:
-        self.sampler_id = sampler_id
-        self.error: Exception | None = None
-        self._commands: asyncio.Queue[Command | None] = asyncio.Queue()
-        self._inboxes: dict[str, asyncio.Queue[Completion | Exception]] = {}
-        self.closed = False
-
-    def send(self, command: Command) -> None:
-        if not self.closed:
-            self._commands.put_nowait(command)
-
-    async def next_command(self) -> Command | None:
-        """The next command to write; None once the link is closed."""
-        return await self._commands.get()
-
-    @contextlib.contextmanager
-    def request(self, request: GenerateRequest) -> Iterator[asyncio.Queue[Completion | Exception]]:
-        """Sends a request and yields its inbox; aborts it unless its last chunk was taken."""
-        inbox: asyncio.Queue[Completion | Exception] = asyncio.Queue()
-        self._inboxes[request.request_id] = inbox
-        self.send(request)
-        if self.closed:
-            inbox.put_nowait(SamplerGoneError(f"sampler {self.sampler_id} left"))
-        try:
-            yield inbox
-        finally:
-            if self._inboxes.pop(request.request_id, None):
-                self.send(Abort(request_id=request.request_id))
-
-    def deliver(self, request_id: str, item: Completion | Exception) -> None:
-        """Hands a chunk or a failure to its request; one nobody waits for any more is dropped."""
-        inbox = self._inboxes.get(request_id)
-        if inbox is None:
-            return
-        if isinstance(item, Exception) or item.finish_reason is not None:
-            del self._inboxes[request_id]  # the sampler is done with it: nothing to abort
-        inbox.put_nowait(item)
-
-    def close(self, error: Exception | None, *, last: Command | None = None) -> None:
-        """Ends the link after one `last` command; requests in flight on it go elsewhere."""
-        if self.closed:
-            return
-        self.closed = True
-        self.error = error
-        for inbox in self._inboxes.values():
-            inbox.put_nowait(SamplerGoneError(f"sampler {self.sampler_id}: {error or 'it left'}"))
-        self._inboxes.clear()
-        while not self._commands.empty():
-            self._commands.get_nowait()
-        for command in (last, None) if last else (None,):
-            self._commands.put_nowait(command)
-
-
-class _Turn:
-    """One reply as it grows, over the samplers that contribute to it."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self._request = request
-        self._tokens = [request.tokens]
-        self._num_attempts = 0
-        self.num_sampled = 0
-        self.truncates = request.sampling.truncates
-        self.min_version = request.min_version
-
-    @property
-    def num_remaining(self) -> int:
-        return self._request.sampling.max_new_tokens - self.num_sampled
-
-    def next_request(self) -> GenerateRequest:
-        """The request that continues the grown buffer, under an id of its own.
-
-        Its seed differs, so that a continuation doesn't draw with the numbers already used.
-        """
-        attempt = self._num_attempts
-        self._num_attempts += 1
-        sampling = self._request.sampling
-        return dataclasses.replace(
-            self._request,
-            request_id=f"{self._request.request_id}~{attempt}",
-            tokens=np.concatenate(self._tokens) if self.num_sampled else self._request.tokens,
-            sampling=dataclasses.replace(
-                sampling,
-                max_new_tokens=self.num_remaining,
-                seed=(sampling.seed + attempt * 0x9E3779B97F4A7C15) % 2**64,
-            ),
-        )
-
-    def extend(self, completion: Completion) -> None:
-        if len(completion):
-            self._tokens.append(completion.tokens)
-            self.num_sampled += len(completion)
-
-    def ending(self) -> FinishReason | None:
-        """Why the reply is over although its last chunk was lost, if it is."""
-        if self.num_sampled and int(self._tokens[-1][-1]) in self._request.sampling.stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_remaining <= 0 else None
+    num: int
+    num_held: int | None = None
 
 
 class Fleet:
@@ -176,7 +59,9 @@ class Fleet:
         config: FleetConfig,
         identity: CheckpointIdentity,
         *,
+        metering: Metering | None = None,
         clock: Callable[[], float] = time.monotonic,
+        clock_utc: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
         self.registry = Registry(
@@ -185,14 +70,21 @@ class Fleet:
             tokenizer_fingerprint=identity.tokenizer_fingerprint,
             lease_seconds=config.lease_seconds,
         )
-        self.router = Router({purpose: config.shares(purpose) for purpose in Purpose})
+        self.router = Router(
+            {purpose: config.shares(purpose) for purpose in Purpose}, kv_limit=config.kv_limit
+        )
+        self.metering = metering or Metering(config, clock_utc())
+        self.targets: dict[str, Target] = {}  # by group, as the autoscaler says
         self.counters: Counter[str] = Counter()
         self.num_tokens: Counter[str] = Counter()  # sampled, by group
         self._vocab_size = identity.vocab_size
         self._clock = clock
+        self._clock_utc = clock_utc
         self._started = clock()
         self._links: dict[str, Link] = {}
         self._change = asyncio.Event()
+        self._entrance = {purpose: asyncio.Lock() for purpose in Purpose}  # fair: first come first
+        self.num_waiting: Counter[Purpose] = Counter()  # sessions without a place yet
 
     # What samplers do.
 
@@ -201,7 +93,7 @@ class Fleet:
         self.registry.register(info, self._clock())
         link = self._links[info.sampler_id] = Link(info.sampler_id)
         log.info("sampler %s joined %s with version %d", link.sampler_id, info.group, info.version)
-        self._notify()
+        self._members_changed()
         return link
 
     def leave(self, link: Link, reason: str) -> None:
@@ -211,7 +103,7 @@ class Fleet:
             del self._links[link.sampler_id]
             self.registry.lose(link.sampler_id, reason)
             log.info("sampler %s left: %s", link.sampler_id, reason)
-            self._notify()
+            self._members_changed()
 
     def heartbeat(
         self, link: Link, *, version: int, load: EngineLoad, switch: Switch | None = None
@@ -220,7 +112,10 @@ class Fleet:
         self.registry.heartbeat(
             link.sampler_id, version=version, load=load, now=self._clock(), switch=switch
         )
-        if known and known.version != version:
+        if known and (
+            known.version != version
+            or load.kv_used_fraction < self.config.kv_limit <= known.load.kv_used_fraction
+        ):
             self._notify()
 
     def drain(self, sampler_id: str, reason: str) -> None:
@@ -229,7 +124,7 @@ class Fleet:
         log.info("sampler %s drains: %s", sampler_id, reason)
         if link := self._links.get(sampler_id):
             link.send(Drain(reason=reason))
-        self._notify()
+        self._members_changed()
 
     def expel(self, link: Link, counter: str, error: Exception) -> None:
         """Ends the stream of a sampler that can't be believed; its process is to be replaced."""
@@ -244,7 +139,8 @@ class Fleet:
             link.close(RetryError("the gateway stops"))
 
     async def keep_leases(self) -> None:
-        """Runs for as long as the gateway does: expires leases and abandoned sessions."""
+        """Runs for as long as the gateway does: expires leases and abandoned sessions, and keeps
+        the account of costs."""
         while True:
             await asyncio.sleep(self.config.heartbeat_seconds / 2)
             now = self._clock()
@@ -256,30 +152,103 @@ class Fleet:
                     self.leave(link, "no heartbeat")
             for session_id in self.router.idle(now - self.config.session_idle_seconds):
                 await self.end_session(session_id)
+            self._update_shares()
+            await asyncio.to_thread(self.metering.save, self._clock_utc())
+
+    def set_targets(self, targets: Mapping[str, Target]) -> None:
+        """What the autoscaler wants; BadInputError names a group that does not exist."""
+        for name in targets:
+            self.config.group(name)
+        self.targets |= targets
+        self._members_changed()
+
+    @property
+    def seconds(self) -> float:
+        """Since this gateway started."""
+        return self._clock() - self._started
+
+    def costs(self) -> dict[str, Cost]:
+        """What each group has cost since the run began."""
+        return self.metering.read(self._clock_utc())
 
     # What episodes do.
 
-    async def wait_until_ready(self, purpose: Purpose, *, min_version: int = 0) -> None:
-        """Returns when a session of this purpose can start.
+    @contextlib.asynccontextmanager
+    async def session(
+        self, session_id: str, *, purpose: Purpose, min_version: int = 0
+    ) -> AsyncIterator[None]:
+        """A place for a session, as long as the block lasts; waits for one, first come first
+        served.
 
-        After a start of the gateway it waits for every group (up to `assemble_seconds`), so that
-        the first samplers to join don't get everything.
+        After a start of the gateway nobody gets one before every group is there (for up to
+        `assemble_seconds`), so that the first samplers to join don't get everything.
+
+        Raises:
+            BadInputError: no group serves this purpose.
         """
-        shares = self.config.shares(purpose)
-        if not shares:
+        if not self.config.shares(purpose):
             raise BadInputError(
                 f"purpose {purpose}", expected="a sampler group that serves it", found="none"
             )
-        while True:
+        self.num_waiting[purpose] += 1
+        try:
+            await self._assembled(purpose, min_version)
+            await self._admit(session_id, purpose=purpose, min_version=min_version)
+        finally:
+            self.num_waiting[purpose] -= 1
+        try:
+            yield
+        finally:
+            await self.end_session(session_id)
+
+    async def _assembled(self, purpose: Purpose, min_version: int) -> None:
+        """Every group that is to have samplers has one that is ready, or patience is over."""
+        expected = [
+            group.name
+            for group in self.config.groups
+            if group.purpose == purpose
+            and (self.targets[group.name].num if group.name in self.targets else group.samplers)
+        ]
+        while (patience := self.config.assemble_seconds - self.seconds) > 0:
             ready = [
                 group
-                for group in shares
+                for group in expected
                 if any(s.version >= min_version for s in self.registry.ready(group))
             ]
-            patience = self._started + self.config.assemble_seconds - self._clock()
-            if len(ready) == len(shares) or (ready and patience <= 0):
+            if len(ready) == len(expected):
                 return
-            await self._changed(patience if ready else None)
+            await self._changed(patience)
+
+    async def _admit(
+        self,
+        session_id: str,
+        *,
+        purpose: Purpose,
+        min_version: int,
+        grace_s: float | None = None,
+    ) -> Route:
+        """A place for a session that has none.
+
+        Who comes first gets the first place that is free; who waits for a version nobody has lets
+        others pass, for up to `grace_s` (None: as long as it takes). Raises RetryError.
+        """
+        deadline = None if grace_s is None else self._clock() + grace_s
+        while True:
+            async with self._entrance[purpose]:
+                while True:
+                    decision = self.router.route(
+                        session_id,
+                        self.registry,
+                        purpose=purpose,
+                        min_version=min_version,
+                        now=self._clock(),
+                    )
+                    if not isinstance(decision, Wait) or not decision.is_full:
+                        break
+                    await self._changed(None)
+            if isinstance(decision, Route):
+                return decision
+            await self._patiently(session_id, decision, deadline)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GeneratedChunk, None]:
         """Streams checked chunks; a sampler's loss in mid-turn is continued in its group.
@@ -289,7 +258,7 @@ class Fleet:
             RetryError: nobody in its group could finish it in time.
         """
         self._check_request(request)
-        turn = _Turn(request)
+        turn = Turn(request)
         for _ in range(self.config.max_failovers + 1):
             route = await self._route(request)
             link = self._links[route.sampler_id]
@@ -303,7 +272,7 @@ class Fleet:
                                 group=route.group,
                                 sampler_id=route.sampler_id,
                             )
-                self.counters["turns_completed"] += 1
+                await self._turn_done(request)
                 return
             except SamplerGoneError as error:
                 self.counters["failovers"] += 1
@@ -317,18 +286,26 @@ class Fleet:
                 yield GeneratedChunk(
                     completion=_empty(reason), group=route.group, sampler_id=route.sampler_id
                 )
-                self.counters["turns_completed"] += 1
+                await self._turn_done(request)
                 return
         raise RetryError(
             f"request {request.request_id}: {self.config.max_failovers + 1} samplers could not "
             "finish it"
         )
 
+    async def _turn_done(self, request: GenerateRequest) -> None:
+        self.counters["turns_completed"] += 1
+        if request.ends_session:
+            await self.end_session(request.session_id)
+
     async def end_session(self, session_id: str) -> None:
         """Frees the session's place and its KV cache."""
         held = self.router.end(session_id)
-        if held and (link := self._links.get(held.sampler_id)):
+        if held is None:
+            return
+        if link := self._links.get(held.sampler_id):
             link.send(EndSession(session_id=session_id))
+        self._notify()  # a place is free
 
     def _check_request(self, request: GenerateRequest) -> None:
         tokens = request.tokens
@@ -341,26 +318,41 @@ class Fleet:
             )
 
     async def _route(self, request: GenerateRequest) -> Route:
-        """A place for the turn; waits out the grace period when there is none."""
-        deadline = None
+        """A place for the turn; waits out the grace period while nobody can serve it."""
+        session_id, grace_s = request.session_id, self.config.grace_seconds
+        if self.router.place(session_id) is None:
+            self.num_waiting[request.purpose] += 1
+            try:
+                return await self._admit(
+                    session_id,
+                    purpose=request.purpose,
+                    min_version=request.min_version,
+                    grace_s=grace_s,
+                )
+            finally:
+                self.num_waiting[request.purpose] -= 1
+        deadline = self._clock() + grace_s
         while True:
-            now = self._clock()
             decision = self.router.route(
-                request.session_id,
+                session_id,
                 self.registry,
                 purpose=request.purpose,
                 min_version=request.min_version,
-                now=now,
+                now=self._clock(),
             )
             if isinstance(decision, Route):
                 return decision
-            deadline = now + self.config.grace_seconds if deadline is None else deadline
-            if now >= deadline:
-                raise RetryError(f"session {request.session_id}: {decision.reason}")
-            await self._changed(deadline - now)
+            await self._patiently(session_id, decision, deadline)
+
+    async def _patiently(self, session_id: str, wait: Wait, deadline: float | None) -> None:
+        """Until the next change; RetryError once the deadline has passed."""
+        left = None if deadline is None else deadline - self._clock()
+        if left is not None and left <= 0:
+            raise RetryError(f"session {session_id}: {wait.reason}")
+        await self._changed(left)
 
     async def _receive(
-        self, link: Link, inbox: asyncio.Queue[Completion | Exception], turn: _Turn
+        self, link: Link, inbox: asyncio.Queue[Completion | Exception], turn: Turn
     ) -> AsyncGenerator[Completion, None]:
         """The checked chunks of one request on one sampler, up to its last.
 
@@ -391,7 +383,7 @@ class Fleet:
             if item.finish_reason is not None:
                 return
 
-    def _check_record(self, completion: Completion, sampler_id: str, turn: _Turn) -> None:
+    def _check_record(self, completion: Completion, sampler_id: str, turn: Turn) -> None:
         check_completion(completion, sampler_id=sampler_id, truncates=turn.truncates)
         rule = f"record from sampler {sampler_id}"
         if len(completion) > turn.num_remaining:
@@ -410,6 +402,28 @@ class Fleet:
                     expected=f"{name} from 0 to {self._vocab_size - 1}",
                     found=f"{int(ids.min())} to {int(ids.max())}",
                 )
+
+    def _members_changed(self) -> None:
+        """Samplers came, went or are asked for: who may serve, who gets what, and who bills."""
+        held = {name: target.num_held for name, target in self.targets.items()}
+        self.metering.hold(
+            self.registry,
+            {name: num for name, num in held.items() if num is not None},
+            self._clock_utc(),
+        )
+        self._update_shares()
+        self._notify()
+
+    def _update_shares(self) -> None:
+        """Where capacity is measured, shares follow what the ready samplers can draw."""
+        measured = {
+            group.name: sum(s.tokens_per_second for s in self.registry.ready(group.name))
+            for group in self.config.groups
+            if group.capacity == "measured"
+        }
+        if measured:
+            for purpose in Purpose:
+                self.router.shares[purpose] = self.config.shares(purpose, measured)
 
     def _notify(self) -> None:
         self._change.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 
 import grpc
@@ -17,15 +18,16 @@ from contracts import codec
 from contracts.errors import BadInputError, DirtyProcessError, RetryError
 from contracts.pb import fleet_pb2, fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from contracts.rpc import answering
-from contracts.types import GenerateRequest, Switch
+from contracts.types import GenerateRequest, Purpose, Switch
+from sampler_fleet.alarms import fleet_alarms
 from sampler_fleet.engines.base import EngineLoad
-from sampler_fleet.fleet import (
+from sampler_fleet.fleet import Fleet, Target
+from sampler_fleet.link import (
     Abort,
     Command,
     Drain,
     EndSession,
     Expel,
-    Fleet,
     Link,
     SamplerGoneError,
 )
@@ -35,6 +37,7 @@ from sampler_fleet.spool import Spool
 
 HANDSHAKE_S = 10.0
 HANG_UP_S = 2.0
+WATCH_S, MAX_WATCH_S = 1.0, 3600.0
 
 
 def command_to_pb(command: Command) -> fleet_pb2.GatewayMessage:
@@ -165,15 +168,54 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.StatusRequest, context: grpc.aio.ServicerContext
     ) -> fleet_pb2.StatusReply:
         async with answering(context):
-            return fleet_pb2.StatusReply(
-                samplers=[self._sampler_state(sampler) for sampler in self._fleet.registry],
-                groups=self._group_states(),
-                episodes_in_flight=self._producer.num_in_flight,
-                groups_ready=self._spool.count(),
-                counters={**self._fleet.counters, **self._producer.counters},
-                last_sequence=self._spool.last_sequence,
-            )
+            return self.status_now()
         raise AssertionError("answering() aborts")  # for the type checker
+
+    def status_now(self) -> fleet_pb2.StatusReply:
+        """Everything there is to see of the fleet."""
+        fleet, producer = self._fleet, self._producer
+        update, demand = producer.update, producer.demand(fleet.num_waiting[Purpose.TRAIN])
+        newest = max((s.version for s in fleet.registry), default=0)
+        alarms = fleet_alarms(
+            fleet.config,
+            fleet.registry,
+            {name: target.num for name, target in fleet.targets.items()},
+            newest_version=max(newest, update.version if update else 0),
+        )
+        return fleet_pb2.StatusReply(
+            samplers=[self._sampler_state(sampler) for sampler in fleet.registry],
+            groups=self._group_states(),
+            episodes_in_flight=producer.num_in_flight,
+            groups_ready=self._spool.count(),
+            counters={**fleet.counters, **producer.counters},
+            last_sequence=self._spool.last_sequence,
+            demand=fleet_pb2.Demand(**dataclasses.asdict(demand)),
+            update=codec.update_to_pb(update) if update else None,
+            alarms=[*(update.alarms if update else ()), *alarms],
+            seconds=fleet.seconds,
+        )
+
+    async def ReportUpdate(
+        self, request: fleet_pb2.UpdateReport, context: grpc.aio.ServicerContext
+    ) -> fleet_pb2.UpdateReportReply:
+        async with answering(context):
+            self._producer.update_done(codec.update_from_pb(request))
+        return fleet_pb2.UpdateReportReply()
+
+    async def ReportTargets(
+        self, request: fleet_pb2.ReportTargetsRequest, context: grpc.aio.ServicerContext
+    ) -> fleet_pb2.ReportTargetsReply:
+        async with answering(context):
+            self._fleet.set_targets(
+                {
+                    target.group: Target(
+                        num=target.num_target,
+                        num_held=target.num_held if target.HasField("num_held") else None,
+                    )
+                    for target in request.targets
+                }
+            )
+        return fleet_pb2.ReportTargetsReply()
 
     async def DrainSampler(
         self, request: fleet_pb2.DrainRequest, context: grpc.aio.ServicerContext
@@ -191,20 +233,31 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         )
 
     def _group_states(self) -> list[fleet_pb2.GroupState]:
-        fleet = self._fleet
-        return [
-            fleet_pb2.GroupState(
-                group=group.name,
-                purpose=group.purpose,
-                capacity_share=fleet.config.shares(group.purpose)[group.name],
-                sessions_routed=fleet.router.num_routed[group.name],
-                tokens_sampled=fleet.num_tokens[group.name],
-                tokens_per_second=sum(
-                    s.load.tokens_per_second for s in fleet.registry.ready(group.name)
-                ),
+        fleet, update = self._fleet, self._producer.update
+        updates = (
+            {group.group: group for group in codec.update_to_pb(update).groups} if update else {}
+        )
+        costs = fleet.costs()
+        states = []
+        for group in fleet.config.groups:
+            cost, target = costs[group.name], fleet.targets.get(group.name)
+            states.append(
+                fleet_pb2.GroupState(
+                    group=group.name,
+                    purpose=group.purpose,
+                    capacity_share=fleet.router.shares[group.purpose][group.name],
+                    sessions_routed=fleet.router.num_routed[group.name],
+                    tokens_sampled=fleet.num_tokens[group.name],
+                    tokens_per_second=sum(
+                        s.load.tokens_per_second for s in fleet.registry.ready(group.name)
+                    ),
+                    cost=fleet_pb2.Cost(gpu_hours=cost.gpu_hours, dollars=cost.dollars),
+                    num_target=target.num if target else None,
+                    num_held=target.num_held if target else None,
+                    update=updates.get(group.name),
+                )
             )
-            for group in fleet.config.groups
-        ]
+        return states
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
@@ -231,8 +284,40 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         async with answering(context), contextlib.aclosing(groups):
             self._producer.resumed(request.after)
             async for group in groups:
-                await context.write(codec.group_to_pb(group))
+                message = codec.group_to_pb(group)
+                if request.zstd:
+                    message = await asyncio.to_thread(codec.compressed, message)
+                await context.write(message)
                 self._producer.sent(group.sequence)
+
+    async def EndSession(
+        self, request: rollout_pb2.EndSessionRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.EndSessionReply:
+        async with answering(context):
+            await self._fleet.end_session(request.session_id)
+        return rollout_pb2.EndSessionReply()
+
+    async def Watch(
+        self, request: rollout_pb2.WatchRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        async with answering(context):
+            if not 0 <= request.every_seconds <= MAX_WATCH_S:
+                raise BadInputError(
+                    "every_seconds", expected=f"0 to {MAX_WATCH_S:g}", found=request.every_seconds
+                )
+            last = None
+            while True:
+                progress = rollout_pb2.Progress(
+                    last_sequence=self._spool.last_sequence,
+                    groups_ready=self._spool.count(),
+                    episodes_in_flight=self._producer.num_in_flight,
+                    episodes_completed=self._producer.counters["episodes_completed"],
+                    episodes_failed=self._producer.counters["episodes_failed"],
+                )
+                if progress != last:
+                    await context.write(progress)
+                    last = progress
+                await asyncio.sleep(request.every_seconds or WATCH_S)
 
     async def AckGroups(
         self, request: rollout_pb2.AckGroupsRequest, context: grpc.aio.ServicerContext

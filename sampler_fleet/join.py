@@ -22,10 +22,18 @@ from contracts import codec, rpc
 from contracts.credentials import Credentials
 from contracts.errors import AuthError, BadInputError, DirtyProcessError, RetryError
 from contracts.pb import fleet_pb2, fleet_pb2_grpc
-from contracts.types import Fetched, GenerateRequest, Manifest, SamplerInfo, Switch
+from contracts.types import (
+    Fetched,
+    GenerateRequest,
+    Manifest,
+    SamplerInfo,
+    Switch,
+    WeightFormat,
+)
 from sampler_fleet.config import GroupConfig
 from sampler_fleet.engines.base import Engine
 from sampler_fleet.fingerprint import identify_checkpoint
+from sampler_fleet.measure import measure
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +71,15 @@ class Patience:
         return min(self.backoff * 2 ** (attempt - 1), self.max_backoff) * random.uniform(0.5, 1.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a sampler says of itself beyond its group's settings, when it joins."""
+
+    formats: tuple[WeightFormat, ...] = ()  # that its engine could load
+    price_per_hour: float | None = None  # US dollars for all its accelerators
+    measure_seconds: float = 0.0  # of decoding tell what it can draw; 0: it doesn't say
+
+
 class SamplerAgent:
     """One sampler of one group."""
 
@@ -76,7 +93,10 @@ class SamplerAgent:
         gateway: str,
         credentials: Credentials | str = "",
         patience: Patience | None = None,
+        offer: Offer | None = None,
     ) -> None:
+        self._offer = offer or Offer()
+        self._tokens_per_second = 0.0
         self._sampler_id = sampler_id
         self._group = group
         self.engine = engine
@@ -186,6 +206,12 @@ class SamplerAgent:
                 load_s=time.monotonic() - start,
                 pause_s=pause_s,
             )
+            if self._info is None and self._offer.measure_seconds:
+                self._tokens_per_second = await measure(
+                    self.engine,
+                    num_sessions=self._group.max_sessions,
+                    seconds=self._offer.measure_seconds,
+                )
             await self._describe(fetched.directory)
             log.info("version %d loaded", manifest.version)
             self._notify()
@@ -203,6 +229,9 @@ class SamplerAgent:
             model_fingerprint=identity.model_fingerprint,
             tokenizer_fingerprint=identity.tokenizer_fingerprint,
             version=self.engine.version,
+            formats=self._offer.formats,
+            tokens_per_second=self._tokens_per_second,
+            price_per_hour=self._offer.price_per_hour,
         )
 
     # The gateway.

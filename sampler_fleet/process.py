@@ -1,6 +1,6 @@
 """What every long-lived process of the fleet does at its start and end.
 
-Owns log lines, the port file, signals, and dying with the parent. Must not know what the process
+Owns the port file, signals, and dying with the parent. Must not know what the process
 serves.
 """
 
@@ -9,48 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from contracts.errors import BadInputError
-
 _PR_SET_PDEATHSIG = 1
-
-
-class _LineFormatter(logging.Formatter):
-    """One line per record: time, level, process, logger, message; tracebacks are escaped."""
-
-    def __init__(self, process: str) -> None:
-        super().__init__()
-        self._process = process
-
-    def format(self, record: logging.LogRecord) -> str:
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        text = record.getMessage()
-        if record.exc_info:
-            text += "\n" + self.formatException(record.exc_info)
-        text = text.replace("\\", "\\\\").replace("\n", "\\n")
-        return (
-            f"{moment}.{int(record.msecs):03d}Z {record.levelname.lower()} {self._process} "
-            f"{record.name}: {text}"
-        )
-
-
-def log_to_stderr(process: str) -> None:
-    """Structured single lines on stderr; the level comes from LOG_LEVEL (default INFO)."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LineFormatter(process))
-    level = os.environ.get("LOG_LEVEL", "INFO").upper()
-    if level not in logging.getLevelNamesMapping():
-        raise BadInputError(
-            "environment variable LOG_LEVEL", expected="DEBUG, INFO, WARNING or ERROR", found=level
-        )
-    logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def die_with_parent() -> None:

@@ -8,24 +8,29 @@ its tokens come from.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import random
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from contracts.errors import BadInputError, RetryError
-from contracts.types import CandidateSets, Ending, Purpose, SamplingParams, Trajectory
+from contracts.types import CandidateSets, Ending, Purpose, SamplingParams, Trajectory, UpdateReport
+from sampler_fleet.autoscaler import Demand
 from sampler_fleet.config import EpisodesConfig
 from sampler_fleet.episodes.base import SandboxError, Task
 from sampler_fleet.spool import Spool
 
 log = logging.getLogger(__name__)
 
+SMOOTHING = 0.05  # of a session's seconds
 RETRY_S = 0.5  # before the first retry; doubles up to 16 times that
 
 
@@ -43,8 +48,12 @@ class RunEpisode(Protocol):
     ) -> Awaitable[Trajectory]: ...
 
 
-class WaitUntilReady(Protocol):
-    def __call__(self, purpose: Purpose, *, min_version: int = 0) -> Awaitable[None]: ...
+class OpenSession(Protocol):
+    def __call__(
+        self, session_id: str, *, purpose: Purpose, min_version: int = 0
+    ) -> AbstractAsyncContextManager[None]:
+        """A place on a sampler for as long as the block lasts; waits for one."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +73,8 @@ class _Group:
 
     task: Task
     num_open: int
-    trajectories: list[Trajectory]
+    trajectories: list[Trajectory] = field(default_factory=list)
+    work: list[float] = field(default_factory=list)  # that each found when it started
 
 
 def task_at(tasks: Sequence[Task], index: int, seed: int) -> Task:
@@ -90,7 +100,7 @@ class Producer:
         tasks: dict[str, list[Task]],
         sampling: SamplingParams,
         run_episode: RunEpisode,
-        wait_until_ready: WaitUntilReady,
+        open_session: OpenSession,
         spool: Spool,
         seed: int = 0,
         retry_seconds: float = RETRY_S,
@@ -99,7 +109,7 @@ class Producer:
         self._tasks = tasks  # by split
         self._sampling = sampling
         self._run_episode = run_episode
-        self._wait_until_ready = wait_until_ready
+        self._open_session = open_session
         self._spool = spool
         self._seed = seed
         self._retry_seconds = retry_seconds
@@ -110,7 +120,13 @@ class Producer:
         self._reports_taken = False
         self._room = asyncio.Event()
         self._num_evaluations = 0
-        self.num_in_flight = 0
+        self.num_in_flight = 0  # episodes that have a place
+        self._num_training = 0  # those of them that are trained on
+        self._num_ended = 0  # trajectories of prompts with open episodes
+        self._work_of: dict[int, float] = {}  # by sequence, of groups not trained on yet
+        self._session_seconds: float | None = None
+        self._update: UpdateReport | None = None
+        self._update_work: float | None = None
         self.counters: Counter[str] = Counter()
 
     # Backpressure.
@@ -144,6 +160,41 @@ class Producer:
             self._room.clear()
             await self._room.wait()
 
+    # What the autoscaler goes by.
+
+    def update_done(self, report: UpdateReport) -> None:
+        """The trainer made an update."""
+        known = [self._work_of[n] for n in report.sequences if n in self._work_of]
+        if known:
+            self._update_work = sum(known) / len(known)
+        newest = max(report.sequences, default=0)
+        self._work_of = {n: work for n, work in self._work_of.items() if n > newest}
+        self._update = report
+
+    @property
+    def update(self) -> UpdateReport | None:
+        """The last that was reported."""
+        return self._update
+
+    def demand(self, num_queued: int) -> Demand:
+        """`num_queued` sessions wait for a place."""
+        report = self._update
+        pace = None
+        if report and report.num_taken and report.update_seconds > 0:
+            pace = report.num_taken / report.update_seconds
+        return Demand(
+            num_queued=num_queued,
+            backlog=self._backlog_trajectories,
+            taken_per_second=pace,
+            session_seconds=self._session_seconds,
+            staleness=report.staleness if report else None,
+            work=self._update_work,
+        )
+
+    @property
+    def _backlog_trajectories(self) -> float:
+        return self.backlog * self._config.group_size + self._num_ended
+
     # Training.
 
     async def run(self) -> None:
@@ -159,10 +210,9 @@ class Producer:
         """Starts the episodes of the next prompt as slots become free."""
         await self._slots.acquire()  # first: a pause must be seen after the last slot
         await self._wait_for_room()
-        await self._wait_until_ready(Purpose.TRAIN)
         index = self._spool.advance()
         task = task_at(self._tasks["train"], index, self._seed)
-        group = _Group(task=task, num_open=self._config.group_size, trajectories=[])
+        group = _Group(task=task, num_open=self._config.group_size)
         for sample in range(self._config.group_size):
             if sample:
                 await self._slots.acquire()
@@ -177,29 +227,38 @@ class Producer:
                 sampling=self._sampling,
                 purpose=Purpose.TRAIN,
                 min_version=0,
+                work=group.work,
             )
         finally:
             self._slots.release()
         if trajectory.reward is not None:
             group.trajectories.append(trajectory)
+            self._num_ended += 1
         group.num_open -= 1
-        if group.num_open:
-            return
-        if len(group.trajectories) < 2:
+        if not group.num_open:
+            await self._close_group(group)
+
+    async def _close_group(self, group: _Group) -> None:
+        """Appends a prompt's trajectories to the log, unless too few of them have a reward."""
+        num = len(group.trajectories)
+        if num < 2:
+            self._num_ended -= num
             self.counters["groups_dropped"] += 1
             log.warning(
                 "group of task %s dropped: %d of %d episodes have a reward",
                 group.task.task_id,
-                len(group.trajectories),
+                num,
                 self._config.group_size,
             )
             return
         self._num_appending += 1  # a slow disk must not let production run ahead
+        self._num_ended -= num
         try:
-            await self._spool.append(group.task.task_id, group.trajectories)
+            sequence = await self._spool.append(group.task.task_id, group.trajectories)
         finally:
             self._num_appending -= 1
             self._room.set()
+        self._work_of[sequence] = sum(group.work) / len(group.work)
         self.counters["groups_completed"] += 1
 
     async def _attempt(
@@ -210,35 +269,30 @@ class Producer:
         sampling: SamplingParams,
         purpose: Purpose,
         min_version: int,
+        work: list[float] | None = None,
     ) -> Trajectory:
         """An episode, run again while the infrastructure loses it, up to the retry limit.
 
         Each attempt is a session of its own. What is lost for good comes back without a reward.
+        `work` gets the sessions and the backlog that the attempt found when it started.
         """
         trajectory = None
         for attempt in range(self._config.max_retries + 1):
             if attempt:
                 self.counters["episodes_retried"] += 1
                 await asyncio.sleep(self._retry_seconds * 2 ** min(attempt - 1, 4))
-                await self._wait_until_ready(purpose, min_version=min_version)
             session_id = f"{purpose}.{name}.{attempt}"
-            self.num_in_flight += 1
-            try:
-                trajectory = await self._run_episode(
-                    task,
-                    session_id=session_id,
-                    sampling=replace(sampling, seed=episode_seed(f"{self._seed}/{session_id}")),
-                    purpose=purpose,
-                    min_version=min_version,
-                )
-            except (RetryError, SandboxError) as error:
-                trajectory = _lost(task, session_id, error)
-            except Exception as error:
-                log.exception("episode %s of task %s crashed", session_id, task.task_id)
-                self.counters["episodes_crashed"] += 1
-                trajectory = _lost(task, session_id, error)
-            finally:
-                self.num_in_flight -= 1
+            async with self._open_session(session_id, purpose=purpose, min_version=min_version):
+                with self._counted(purpose):
+                    if work is not None:
+                        work.append(self._num_training + self._backlog_trajectories)
+                    trajectory = await self._try(
+                        task,
+                        session_id=session_id,
+                        sampling=replace(sampling, seed=episode_seed(f"{self._seed}/{session_id}")),
+                        purpose=purpose,
+                        min_version=min_version,
+                    )
             if trajectory.reward is not None:
                 self.counters["episodes_completed"] += 1
                 return trajectory
@@ -249,6 +303,34 @@ class Producer:
         assert trajectory is not None, "at least one attempt was made"
         return trajectory
 
+    @contextlib.contextmanager
+    def _counted(self, purpose: Purpose) -> Iterator[None]:
+        """An episode in flight, and how long it was."""
+        is_training, start = purpose == Purpose.TRAIN, time.monotonic()
+        self.num_in_flight += 1
+        self._num_training += is_training
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+            self._num_training -= is_training
+        if is_training:
+            seconds, known = time.monotonic() - start, self._session_seconds
+            if known is not None:
+                seconds = known + SMOOTHING * (seconds - known)
+            self._session_seconds = seconds
+
+    async def _try(self, task: Task, *, session_id: str, **arguments: Any) -> Trajectory:
+        """One attempt; what went wrong with it is its record."""
+        try:
+            return await self._run_episode(task, session_id=session_id, **arguments)
+        except (RetryError, SandboxError) as error:
+            return _lost(task, session_id, error)
+        except Exception as error:
+            log.exception("episode %s of task %s crashed", session_id, task.task_id)
+            self.counters["episodes_crashed"] += 1
+            return _lost(task, session_id, error)
+
     # Evaluation.
 
     async def evaluate(self, evaluation: Evaluation) -> AsyncGenerator[Trajectory, None]:
@@ -258,7 +340,6 @@ class Producer:
             BadInputError: an unknown split, more tasks than it has, no evaluation group.
         """
         tasks = self._choose(evaluation)
-        await self._wait_until_ready(Purpose.EVALUATE, min_version=evaluation.min_version)
         self._num_evaluations += 1
         number = f"{self._spool.last_sequence}-{self._num_evaluations}"
 

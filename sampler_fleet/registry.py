@@ -16,6 +16,8 @@ from contracts.types import PROTOCOL_VERSION, SamplerInfo, Switch
 from sampler_fleet.config import GroupConfig
 from sampler_fleet.engines.base import EngineLoad
 
+BUSY = 0.9  # of max_sessions
+SMOOTHING = 0.1  # of a new rate, per heartbeat
 IDLE = EngineLoad(num_running=0, num_waiting=0, tokens_per_second=0.0, kv_used_fraction=0.0)
 
 
@@ -38,6 +40,7 @@ class Sampler:
     lease_until: float
     reason: str = ""  # why it is not ready
     switch: Switch | None = None  # to `version`
+    tokens_per_second: float = 0.0  # it can draw: measured at its join, then while it is busy
 
     @property
     def sampler_id(self) -> str:
@@ -97,6 +100,7 @@ class Registry:
                 version=info.version,
                 load=IDLE,
                 lease_until=now + self._lease_seconds,
+                tokens_per_second=info.tokens_per_second,
             )
         )
 
@@ -112,9 +116,15 @@ class Registry:
         """Renews a lease. A lost sampler stays lost: it has to register again."""
         sampler = self.get(sampler_id)
         if sampler:
-            lease = now + self._lease_seconds
             self._put(
-                replace(sampler, version=version, load=load, lease_until=lease, switch=switch)
+                replace(
+                    sampler,
+                    version=version,
+                    load=load,
+                    lease_until=now + self._lease_seconds,
+                    switch=switch,
+                    tokens_per_second=_tracked(sampler, load),
+                )
             )
 
     def drain(self, sampler_id: str, reason: str) -> None:
@@ -165,6 +175,13 @@ class Registry:
             ("KV format", group.kv_format, info.kv_format),
             ("model fingerprint", model, info.model_fingerprint),
             ("tokenizer fingerprint", tokenizer, info.tokenizer_fingerprint),
+            (
+                "weight formats",
+                f"{group.weight_format} among them",
+                ", ".join(info.formats)
+                if info.formats and group.weight_format not in info.formats
+                else None,
+            ),
             ("loaded policy version", "at least 1", info.version if info.version < 1 else None),
             ("max_sessions", "at least 1", info.max_sessions if info.max_sessions < 1 else None),
         ):
@@ -172,3 +189,11 @@ class Registry:
                 raise BadInputError(
                     f"{rule} of group {info.group}, {field}", expected=expected, found=found
                 )
+
+
+def _tracked(sampler: Sampler, load: EngineLoad) -> float:
+    """What it can draw: a rate counts only when the sampler had as much to do as it serves well."""
+    if load.num_running < BUSY * sampler.info.max_sessions or load.tokens_per_second <= 0:
+        return sampler.tokens_per_second
+    known = sampler.tokens_per_second or load.tokens_per_second
+    return known + SMOOTHING * (load.tokens_per_second - known)

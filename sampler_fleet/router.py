@@ -29,9 +29,10 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Nobody can serve it now."""
+    """Nobody can serve it now; `is_full`: those who could have no place left."""
 
     reason: str
+    is_full: bool = False
 
 
 def pick_group(
@@ -67,6 +68,12 @@ def least_loaded(samplers: Sequence[Sampler], num_sessions: Mapping[str, int]) -
     )
 
 
+def _has_room(sampler: Sampler, num_sessions: int, kv_limit: float) -> bool:
+    if num_sessions == 0:  # what fills its cache is of no session's: it will be evicted
+        return True
+    return num_sessions < sampler.info.max_sessions and sampler.load.kv_used_fraction < kv_limit
+
+
 def decide(
     *,
     held: Route | None,
@@ -74,12 +81,14 @@ def decide(
     num_sessions: Mapping[str, int],
     shares: Mapping[str, float],
     credit: Mapping[str, float],
+    kv_limit: float = 1.0,
 ) -> tuple[Route | Wait, Mapping[str, float]]:
     """Where a session's next turn runs, and the groups' credit after that.
 
     `held` is the place the session has, None for a new one. `ready` holds per group the samplers
-    that may serve the turn: ready, and new enough. A group in which each of them has all the
-    sessions it serves well gets no new one while another group has room.
+    that may serve the turn: ready, and new enough. A new session needs a sampler with room: fewer
+    sessions than it serves well, and less of its KV cache in use than `kv_limit`. One that has a
+    place is served in any case: what it has made so far must not be lost.
     """
     if held is not None:
         samplers = ready.get(held.group, ())
@@ -89,24 +98,33 @@ def decide(
             return Wait(reason=f"no sampler of group {held.group} is ready"), credit
         chosen = least_loaded(samplers, num_sessions)
         return Route(group=held.group, sampler_id=chosen.sampler_id), credit
-    available = [group for group in shares if ready.get(group)]
-    if not available:
+    if not any(ready.get(group) for group in shares):
         return Wait(reason=f"none of the groups {', '.join(shares)} has a ready sampler"), credit
-    roomy = [
-        group
-        for group in available
-        if any(num_sessions.get(s.sampler_id, 0) < s.info.max_sessions for s in ready[group])
-    ]
-    group, after = pick_group(credit, shares, roomy or available)
-    chosen = least_loaded(ready[group], num_sessions)
+    roomy = {
+        group: [
+            s
+            for s in ready.get(group, ())
+            if _has_room(s, num_sessions.get(s.sampler_id, 0), kv_limit)
+        ]
+        for group, share in shares.items()
+        if share
+    }
+    available = [group for group, samplers in roomy.items() if samplers]
+    if not available:
+        return Wait(reason="every place is taken", is_full=True), credit
+    group, after = pick_group(credit, shares, available)
+    chosen = least_loaded(roomy[group], num_sessions)
     return Route(group=group, sampler_id=chosen.sampler_id), after
 
 
 class Router:
     """Remembers each session's place and applies `decide`."""
 
-    def __init__(self, shares: Mapping[Purpose, Mapping[str, float]]) -> None:
-        self._shares = shares
+    def __init__(
+        self, shares: Mapping[Purpose, Mapping[str, float]], *, kv_limit: float = 1.0
+    ) -> None:
+        self.shares = dict(shares)  # may change in mid-run; the credit stays
+        self._kv_limit = kv_limit
         self._credit: dict[Purpose, Mapping[str, float]] = {purpose: {} for purpose in shares}
         self._places: dict[str, Route] = {}
         self._used_at: dict[str, float] = {}
@@ -123,7 +141,7 @@ class Router:
         now: float,
     ) -> Route | Wait:
         """Decides, and remembers the place a session got."""
-        shares = self._shares.get(purpose, {})
+        shares = self.shares.get(purpose, {})
         if not shares:
             return Wait(reason=f"no group has the purpose {purpose}")
         held = self._places.get(session_id)
@@ -136,6 +154,7 @@ class Router:
             num_sessions=self.num_sessions,
             shares=shares,
             credit=self._credit[purpose],
+            kv_limit=self._kv_limit,
         )
         if isinstance(decision, Route):
             self._credit[purpose] = credit

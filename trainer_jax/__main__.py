@@ -1,4 +1,4 @@
-"""`python -m trainer_jax`: train, plan, evaluate, export, report, sft.
+"""`python -m trainer_jax`: train, plan, evaluate, export, report, compare, sft.
 
 Owns the command line, logging and signals. Anything else belongs to the modules it calls, which it
 imports late: `--help` and a wrong run file should not wait for JAX.
@@ -130,6 +130,16 @@ def report(
     from trainer_jax.report import write_report
 
     print(write_report(run))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="directories of runs; the first is the base")],
+) -> None:
+    """Runs side by side: what each learned and what its samplers cost."""
+    from trainer_jax.compare import compare_runs
+
+    compare_runs(runs, _console())
 
 
 @app.command()

@@ -36,6 +36,7 @@ from trainer_jax.rollouts import GroupStream
 from trainer_jax.run_directory import RunDirectory
 from trainer_jax.services import Services
 from trainer_jax.summary import build_summary, is_training, print_summary, write_summary
+from trainer_jax.update_report import update_report
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Loop:
         self._path = directory.path
         self._stop_requested = stop_requested
         groups = [g["name"] for g in config.sections["fleet"]["groups"] if is_training(g)]
+        self._groups = groups
         self._view = LiveView(groups, config.train.updates, console)
         self._console = console
         self._started = time.monotonic()
@@ -113,6 +115,7 @@ class Loop:
         )
         self._stream: GroupStream | None = None
         self._taken = self._sequence  # last group off the stream, trained on or not
+        self._num_taken = 0  # trajectories off the stream since the last report
         self._acknowledged = (0, 0)
         self._refused_in_a_row = 0
         self._unsettled: _Unsettled | None = None
@@ -252,6 +255,7 @@ class Loop:
             if group is None:
                 continue
             self._taken = group.sequence
+            self._num_taken += len(group.trajectories)
             reason = refusal(
                 group,
                 version=self._version,
@@ -329,9 +333,21 @@ class Loop:
         }
         self._metrics.write(record)
         self._view.show(record)
-        for alarm in self._observe(record):
+        alarms = self._observe(record)
+        for alarm in alarms:
             log.warning("update %d: %s", done.step, alarm)
             self._view.say(f"alarm at update {done.step}: {alarm}")
+        self._report(record, alarms)
+
+    def _report(self, record: Record, alarms: list[str]) -> None:
+        """Tells the gateway, for its page and its autoscaler; a report that is lost is lost."""
+        report = update_report(record, self._groups, num_taken=self._num_taken, alarms=alarms)
+        try:
+            self._services.client.report(report)
+        except Exception as error:  # no report is worth the run
+            log.warning("update %d was not reported: %s", report.step, error)
+        else:
+            self._num_taken = 0
 
     def _observe(self, record: Record) -> list[str]:
         """Feeds the collapse watch; returns the alarms of this update."""
@@ -358,6 +374,9 @@ class Loop:
             for group in status.groups:
                 record[f"group/{group.group}/tokens_per_second"] = group.tokens_per_second
                 record[f"group/{group.group}/sessions_routed"] = group.sessions_routed
+                record[f"group/{group.group}/gpu_hours"] = group.cost.gpu_hours
+                if group.cost.HasField("dollars"):
+                    record[f"group/{group.group}/dollars"] = group.cost.dollars
         return record
 
     def _acknowledge(self) -> None:

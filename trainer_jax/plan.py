@@ -21,10 +21,10 @@ from rich.table import Table
 from contracts.errors import BadInputError
 from contracts.rpc import RemoteInputError
 from contracts.runfile import write_resolved
+from contracts.supervisor import service_environment
 from trainer_jax.config import RunConfig
 from trainer_jax.hf import check_tokenizer, load_config
 from trainer_jax.live import number
-from trainer_jax.local import sampler_names, service_environment
 from trainer_jax.mesh import make_mesh
 from trainer_jax.models.qwen3_moe import parameter_shapes
 from trainer_jax.summary import is_training, percent
@@ -76,12 +76,18 @@ def check_agreement(config: RunConfig, *, trains: bool = True) -> None:
 def _check_fleet(sections: dict[str, dict[str, Any]], *, trains: bool, evaluates: bool) -> None:
     """That nothing waits for samplers or tasks which never come."""
     groups = sections["fleet"]["groups"]
+    if elsewhere := [group for group in groups if group["provider"] != "local"]:
+        raise BadInputError(
+            f"run file, group {elsewhere[0]['name']}, provider",
+            expected="local, or run.gateway and run.weights that it can reach",
+            found=elsewhere[0]["provider"],
+        )
     for purpose, needed, reason in (
         ("train", trains, ""),
         ("evaluate", evaluates, " (or evaluation.before and evaluation.after = false)"),
     ):
         own = [group for group in groups if is_training(group) == (purpose == "train")]
-        if needed and not sampler_names(own):
+        if needed and not any(_bounds(group, sections)[1] for group in own):
             raise BadInputError(
                 "run file, fleet.groups",
                 expected=f"a group with purpose {purpose} and samplers{reason}",
@@ -94,6 +100,21 @@ def _check_fleet(sections: dict[str, dict[str, Any]], *, trains: bool, evaluates
             expected=f"at most tasks.num_heldout, {there}",
             found=asked,
         )
+
+
+def _bounds(group: dict[str, Any], sections: dict[str, dict[str, Any]]) -> tuple[int, int]:
+    """The fewest and the most samplers of a resolved group; only training groups are scaled."""
+    num = group["samplers"]
+    if "autoscaler" not in sections or not is_training(group):
+        return num, num
+    low, high = group["min_samplers"], group["max_samplers"]
+    return num if low is None else low, num if high is None else high
+
+
+def _size(group: dict[str, Any], sections: dict[str, dict[str, Any]]) -> str:
+    """A resolved group's samplers, and between which numbers they may change."""
+    low, high = _bounds(group, sections)
+    return str(low) if low == high else f"{group['samplers']} ({low} to {high})"
 
 
 def _check_record(sections: dict[str, dict[str, Any]]) -> None:
@@ -143,11 +164,14 @@ def print_plan(console: Console, config: RunConfig) -> None:
     groups = sections["fleet"]["groups"]
     for group in groups:
         alike = [g for g in groups if is_training(g) == is_training(group)]
-        share = group.get("capacity", 1.0) / sum(g.get("capacity", 1.0) for g in alike)
+        capacities = [g.get("capacity", 1.0) for g in alike]
+        share = None  # measured in mid-run
+        if "measured" not in capacities:
+            share = group.get("capacity", 1.0) / sum(capacities)
         fleet.add_row(
             *(group["name"], group.get("accelerator", ""), group["weight_format"]),
             *(group.get("kv_format", "fp8"), "train" if is_training(group) else "evaluate"),
-            *(str(group.get("samplers", 1)), percent(share, 1)),
+            *(_size(group, sections), percent(share, 1)),
         )
     console.print(fleet)
 

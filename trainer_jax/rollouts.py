@@ -13,18 +13,19 @@ from collections.abc import Iterator
 
 import grpc
 
-from contracts.codec import group_from_pb, sampling_to_pb, trajectory_from_pb
+from contracts.codec import group_from_pb, sampling_to_pb, trajectory_from_pb, update_to_pb
 from contracts.credentials import Credentials
 from contracts.errors import RetryError
 from contracts.pb import fleet_pb2, rollout_pb2
 from contracts.pb.fleet_pb2_grpc import FleetStub
 from contracts.pb.rollout_pb2_grpc import RolloutStub
 from contracts.rpc import DEADLINE_S, calling, error_of, sync_channel
-from contracts.types import SamplingParams, Trajectory, TrajectoryGroup
+from contracts.types import SamplingParams, Trajectory, TrajectoryGroup, UpdateReport
 
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
+REPORT_S = 2.0
 # A group handed out ahead of need only ages, so the queue is short.
 QUEUE_GROUPS = 2
 
@@ -49,6 +50,11 @@ class RolloutClient:
         request = rollout_pb2.AckGroupsRequest(sequence=durable, taken=taken)
         with calling(self.address):
             self.rollout.AckGroups(request, timeout=DEADLINE_S)
+
+    def report(self, report: UpdateReport) -> None:
+        """What an update was, for the fleet's page and autoscaler. Raises RetryError."""
+        with calling(self.address):
+            self._fleet.ReportUpdate(update_to_pb(report), timeout=REPORT_S)
 
     def evaluate(
         self, *, num_tasks: int, num_samples: int, min_version: int, sampling: SamplingParams

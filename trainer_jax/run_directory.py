@@ -15,14 +15,13 @@ Owns the layout's fixed names and the lock. Must not know what the files hold.
 
 from __future__ import annotations
 
-import fcntl
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from contracts.errors import BadInputError
+from contracts.files import lock
 from contracts.runfile import read_resolved, write_resolved
 
 Mode = Literal["new", "resume", "fresh"]
@@ -89,21 +88,14 @@ class RunDirectory:
 
     @staticmethod
     def _lock(path: Path, *, wait_s: float):
-        file = (path / LOCK).open("w")
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return file
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    file.close()
-                    raise BadInputError(
-                        f"run directory {path}",
-                        expected="no process of this run still at work",
-                        found="one that holds its lock",
-                    ) from None
-                time.sleep(0.2)
+        try:
+            return lock(path / LOCK, wait_s=wait_s)
+        except BlockingIOError:
+            raise BadInputError(
+                f"run directory {path}",
+                expected="no process of this run still at work",
+                found="one that holds its lock",
+            ) from None
 
 
 def _is_begun(path: Path) -> bool:

@@ -15,13 +15,17 @@ from typing import Any
 from contracts.credentials import read_credentials
 from contracts.errors import RetryError
 from contracts.pb import fleet_pb2
+from contracts.supervisor import Supervisor
 from trainer_jax.config import RunConfig
 from trainer_jax.local import (
+    AUTOSCALER,
+    NICE,
     Addresses,
-    Supervisor,
-    fleet_services,
+    autoscaler_service,
+    gateway_service,
     local_addresses,
     sampler_names,
+    sampler_services,
     weights_service,
 )
 from trainer_jax.publish import latest_version
@@ -47,7 +51,7 @@ class Services:
         if config.is_local:
             self.addresses = local_addresses(directory.path)
             self._supervisor = Supervisor(
-                directory.path, inherit=(directory.lock_fd,), on_restart=say
+                directory.path, nice=NICE, inherit=(directory.lock_fd,), on_restart=say
             )
         else:
             assert run.gateway and run.weights, "checked by RunSection"
@@ -90,10 +94,11 @@ class Services:
         poll: Callable[[], None],
         groups: Sequence[dict[str, Any]] | None = None,
     ) -> None:
-        """Starts gateway and samplers (of `groups` only), once a first version is published.
+        """Starts gateway and samplers, once a first version is published.
 
-        `checkpoint` holds the tokenizer of the episodes. Returns when the gateway answers; the
-        samplers join as they are ready.
+        They are those of `groups` if given; else those of all groups, in the autoscaler's hands if
+        the run has one. `checkpoint` holds the tokenizer of the episodes. Returns when the gateway
+        answers; the samplers join as they are ready.
         """
 
         def answers() -> bool:
@@ -106,9 +111,13 @@ class Services:
             return True
 
         if self._supervisor:
-            chosen = self._config.sections["fleet"]["groups"] if groups is None else groups
-            services = fleet_services(self._directory, self.addresses, checkpoint, chosen)
-            self._supervisor.start(services)
+            place = (self._directory, self.addresses)
+            self._supervisor.start([gateway_service(*place, checkpoint)])
+            if groups is None and self._is_scaled:
+                self._supervisor.start([autoscaler_service(*place)])
+            else:
+                chosen = self._groups if groups is None else groups
+                self._supervisor.start(sampler_services(*place, chosen))
         self._wait(answers, what="the gateway")
 
     def _wait(self, ready: Callable[[], bool], *, what: str) -> None:
@@ -141,10 +150,25 @@ class Services:
 
     def retire_training_samplers(self) -> None:
         """Ends local samplers that no longer have anything to do, so that evaluation has the
-        machine."""
-        if self._supervisor:
-            groups = self._config.sections["fleet"]["groups"]
-            self._supervisor.stop_services(sampler_names([g for g in groups if is_training(g)]))
+        machine. An autoscaler would start them again: it goes, with all samplers, and those of
+        evaluation, whose number is fixed, come back without it."""
+        if self._supervisor is None:
+            return
+        if self._is_scaled:
+            self._supervisor.stop_services([AUTOSCALER])
+            evaluators = [group for group in self._groups if not is_training(group)]
+            self._supervisor.start(sampler_services(self._directory, self.addresses, evaluators))
+        else:
+            training = [group for group in self._groups if is_training(group)]
+            self._supervisor.stop_services(sampler_names(training))
+
+    @property
+    def _groups(self) -> Sequence[dict[str, Any]]:
+        return self._config.sections["fleet"]["groups"]
+
+    @property
+    def _is_scaled(self) -> bool:
+        return "autoscaler" in self._config.sections
 
     def close(self) -> None:
         self.client.close()

@@ -66,6 +66,7 @@ def build_summary(
             "sampled": _mean(records, "tokens_per_second/sampled"),
             "trained": _mean(records, "tokens_per_second/trained"),
         },
+        "cost": cost_of(records, sections),
         "infrastructure_failures": _last(records, "fleet/infrastructure_failures"),
         "restarts": restarts,
         "groups": group_rows(sections, records),
@@ -78,7 +79,9 @@ def group_rows(
 ) -> dict[str, dict[str, Any]]:
     """Per training group: what it is, its shares, its KL. In the run file's order."""
     settings = [g for g in sections.get("fleet", {}).get("groups", []) if is_training(g)]
-    capacity = sum(group.get("capacity", 1.0) for group in settings)
+    capacities = {g["name"]: g.get("capacity", 1.0) for g in settings}
+    is_measured = "measured" in capacities.values()
+    capacity = 0.0 if is_measured else sum(capacities.values())
     samples = {g["name"]: _total(records, f"group/{g['name']}/samples") for g in settings}
     outside = {
         g["name"]: sum(
@@ -96,7 +99,7 @@ def group_rows(
             "accelerator": group.get("accelerator", ""),
             "weight_format": group["weight_format"],
             "kv_format": group.get("kv_format", "fp8"),
-            "capacity_share": group.get("capacity", 1.0) / capacity,
+            "capacity_share": None if is_measured else capacities[name] / capacity,
             "share_of_samples": _ratio(samples[name], sum(samples.values())),
             "kl": _mean(records, f"group/{name}/kl", tokens),
             "share_out_of_band": _mean(records, f"group/{name}/share_out_of_band", tokens),
@@ -105,6 +108,37 @@ def group_rows(
             "timeout_share": _mean(records, f"group/{name}/timeout_share", f"group/{name}/samples"),
         }
     return rows
+
+
+def cost_of(records: Sequence[Record], sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What the samplers of all groups held until the last update: GPU-hours and dollars, in all,
+    per update and by group. The gateway's account is of the whole run; dollars are null where a
+    group has no price."""
+    groups = {}
+    for group in sections.get("fleet", {}).get("groups", []):
+        name = group["name"]
+        groups[name] = {
+            "gpu_hours": _last(records, f"group/{name}/gpu_hours"),
+            "dollars": next(
+                (
+                    r.get(f"group/{name}/dollars")
+                    for r in reversed(records)
+                    if f"group/{name}/gpu_hours" in r
+                ),
+                None,
+            ),
+        }
+    updates = max((record["step"] for record in records), default=0)
+    gpu_hours = sum(group["gpu_hours"] for group in groups.values())
+    priced = [group["dollars"] for group in groups.values()]
+    dollars = None if None in priced else sum(priced)
+    return {
+        "gpu_hours": gpu_hours,
+        "dollars": dollars,
+        "gpu_hours_per_update": _ratio(gpu_hours, updates),
+        "dollars_per_update": None if dollars is None else _ratio(dollars, updates),
+        "groups": groups,
+    }
 
 
 def is_training(group: Mapping[str, Any]) -> bool:
@@ -174,6 +208,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], report: Path) ->
             percent(row["share_of_out_of_band_tokens"]),
         )
     console.print(fleet)
+    console.print(cost_sentence(summary["cost"]), highlight=False)
     console.print(
         f"{summary['updates']} updates in {summary['wall_seconds']:,.0f} s"
         f" ({summary['status']}), mean staleness {number(summary['mean_staleness'], 1)}"
@@ -181,6 +216,18 @@ def print_summary(console: Console, summary: Mapping[str, Any], report: Path) ->
         highlight=False,
     )
     console.print(f"report: {report}", highlight=False, soft_wrap=True)
+
+
+def cost_sentence(cost: Mapping[str, Any]) -> str:
+    """What the samplers cost, as one line."""
+    text = f"samplers: {number(cost['gpu_hours'], 3)} accelerator-hours"
+    if (hours := cost["gpu_hours_per_update"]) is not None:
+        text += f", {number(hours, 5)} per update"
+    if cost["dollars"] is None:
+        return text + "; no prices for all groups"
+    return (
+        text + f"; {cost['dollars']:,.2f} $, {number(cost['dollars_per_update'], 4)} $ per update"
+    )
 
 
 def percent(share: float | None, digits: int = 0) -> str:

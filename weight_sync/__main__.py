@@ -15,6 +15,7 @@ from typing import Any
 
 from contracts.credentials import Credentials, read_credentials
 from contracts.errors import exits_politely
+from contracts.logs import log_to_stderr
 from contracts.pb import weights_pb2
 from contracts.runfile import read_resolved, validate_section
 from weight_sync import client, durable
@@ -22,6 +23,8 @@ from weight_sync.config import WeightsConfig
 from weight_sync.memory import keep_freed_memory
 from weight_sync.service import serving
 from weight_sync.store import VersionStore
+
+log = logging.getLogger(__name__)
 
 
 def _arguments() -> argparse.Namespace:
@@ -72,7 +75,7 @@ async def _serve(
         ):
             if arguments.port_file:
                 durable.write_text(arguments.port_file, f"{port}\n")
-            logging.info("weight service on port %d, version %d", port, store.latest)
+            log.info("weight service on port %d, version %d", port, store.latest)
             await stopped.wait()
     finally:
         store.close()
@@ -105,7 +108,7 @@ def main() -> None:
         tls_key=arguments.tls_key,
     )
     if arguments.command == "serve":
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        log_to_stderr("weights")
         keep_freed_memory()
         asyncio.run(_serve(arguments, _read_config(arguments.config), credentials))
     elif arguments.command == "publish":

@@ -53,20 +53,22 @@ class VersionSpan(_message.Message):
     def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "session_id", "tokens", "sampling", "min_version", "purpose")
+    __slots__ = ("request_id", "session_id", "tokens", "sampling", "min_version", "purpose", "ends_session")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    ENDS_SESSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     session_id: str
     tokens: bytes
     sampling: SamplingParams
     min_version: int
     purpose: str
-    def __init__(self, request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., min_version: _Optional[int] = ..., purpose: _Optional[str] = ...) -> None: ...
+    ends_session: bool
+    def __init__(self, request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., min_version: _Optional[int] = ..., purpose: _Optional[str] = ..., ends_session: _Optional[bool] = ...) -> None: ...
 
 class Trajectory(_message.Message):
     __slots__ = ("task_id", "session_id", "group", "sampler_ids", "tokens", "loss_mask", "sampler_logp", "candidate_counts", "candidate_ids", "candidate_logp", "spans", "reward", "failure", "ending", "num_turns", "num_format_errors", "seconds")
@@ -125,6 +127,16 @@ class StreamGroupsRequest(_message.Message):
     after: int
     zstd: bool
     def __init__(self, after: _Optional[int] = ..., zstd: _Optional[bool] = ...) -> None: ...
+
+class EndSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class EndSessionReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("every_seconds",)

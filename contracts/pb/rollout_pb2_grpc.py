@@ -39,6 +39,11 @@ class RolloutStub:
                 request_serializer=contracts_dot_pb_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=contracts_dot_pb_dot_rollout__pb2.CompletionChunk.FromString,
                 _registered_method=True)
+        self.EndSession = channel.unary_unary(
+                '/rollout.v1.Rollout/EndSession',
+                request_serializer=contracts_dot_pb_dot_rollout__pb2.EndSessionRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_rollout__pb2.EndSessionReply.FromString,
+                _registered_method=True)
         self.StreamGroups = channel.unary_stream(
                 '/rollout.v1.Rollout/StreamGroups',
                 request_serializer=contracts_dot_pb_dot_rollout__pb2.StreamGroupsRequest.SerializeToString,
@@ -65,6 +70,12 @@ class RolloutServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndSession(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,6 +112,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=contracts_dot_pb_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=contracts_dot_pb_dot_rollout__pb2.CompletionChunk.SerializeToString,
+            ),
+            'EndSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSession,
+                    request_deserializer=contracts_dot_pb_dot_rollout__pb2.EndSessionRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_rollout__pb2.EndSessionReply.SerializeToString,
             ),
             'StreamGroups': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamGroups,
@@ -150,6 +166,33 @@ class Rollout:
             '/rollout.v1.Rollout/Generate',
             contracts_dot_pb_dot_rollout__pb2.GenerateRequest.SerializeToString,
             contracts_dot_pb_dot_rollout__pb2.CompletionChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.v1.Rollout/EndSession',
+            contracts_dot_pb_dot_rollout__pb2.EndSessionRequest.SerializeToString,
+            contracts_dot_pb_dot_rollout__pb2.EndSessionReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,6 +59,7 @@ class EmbeddedEngine:
         seed: for requests without a seed of their own.
         num_threads: of PyTorch, process-wide.
         chunk_tokens: a stream delivers at least this often.
+        exact: float32 throughout, to compare with another implementation.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class EmbeddedEngine:
         seed: int = 0,
         num_threads: int = 1,
         chunk_tokens: int = 8,
+        exact: bool = False,
     ) -> None:
         for name, value in (
             ("max_sessions", max_sessions),
@@ -92,6 +94,7 @@ class EmbeddedEngine:
             kv_format=KvFormat(kv_format),
             activation_format=ActivationFormat(activation_format),
             split_k=split_k,
+            exact=exact,
         )
         self._seed = seed
         self._chunk_tokens = chunk_tokens
@@ -270,7 +273,7 @@ class EmbeddedEngine:
         model, cache = self._model, self._cache
         assert model is not None and cache is not None
         work = self._scheduler.schedule()
-        batch = StepBatch.of([segment for _, segment in work], cache)
+        batch = StepBatch.of([segment for _, segment in work])
         hidden = model.hidden_states(batch, cache)
         complete = self._scheduler.computed(work)
         if not complete:

@@ -1,16 +1,16 @@
 """The Qwen3-MoE forward pass in PyTorch, over a ragged batch with a slotted KV cache.
 
 Owns the architecture and which tensors it needs. Must not sample, schedule or read files. Formulas
-follow transformers' Qwen3MoeForCausalLM; roundings and reductions are those of `precision.py`.
+follow transformers' Qwen3MoeForCausalLM; products are those of `precision.py`, and what lies
+between them is compiled in `kernels.py`.
 
-Shape letters: N tokens of a step, B sequences of a group, T tokens of each of them, H query heads,
-K key/value heads, Q queries per key/value head, h head size, D model, E experts, F expert ffn,
-L context, V vocabulary.
+Shape letters: N tokens of a step, T tokens of a segment, H query heads, K key/value heads, A all
+heads, h head size, D model, E experts, R experts of a token, F expert ffn, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from contracts.errors import BadInputError
+from sampler_fleet.engines import kernels
 from sampler_fleet.engines.checkpoint import Checkpoint
 from sampler_fleet.engines.precision import KvCache, Linear, Precision
-
-# Up to this many token-expert pairs all experts compute all tokens: fewer, larger operations.
-_DENSE_PAIRS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,32 +92,18 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Group:
-    """Sequences that attend together: all decoding ones, or one that is prefilled."""
-
-    start: int  # first row in the step
-    num_sequences: int
-    num_tokens: int  # of each sequence
-    rows: Tensor  # int64 [2B] rows of the KV cache, keys then values
-    length: int  # context, padded to the longest
-    bias: Tensor  # float32 [B, 1, 1, T, L]: 0 where a token may look, else -inf
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepBatch:
     """One forward pass over tokens of several sequences, each with its own context."""
 
     tokens_N: Tensor
-    positions_N: Tensor
-    cache_rows_2N: Tensor
-    cache_positions_2N: Tensor
-    groups: tuple[_Group, ...]
+    places_2xN: np.ndarray  # int64, slot and position of each token
+    num_single: int  # segments of one token; they come first
+    bounds: list[int]  # first row of each longer segment, and the end
     last_rows: np.ndarray  # int64 [segments]: the row of each segment's last token
-    num_slots: int
 
     @staticmethod
-    def of(segments: Sequence[Segment], cache: KvCache) -> StepBatch:
-        """Lays the segments out: single tokens first, as one group, then the longer ones."""
+    def of(segments: Sequence[Segment]) -> StepBatch:
+        """Lays the segments out: single tokens first, then the longer ones."""
         order = sorted(range(len(segments)), key=lambda i: len(segments[i].tokens) > 1)
         ordered = [segments[i] for i in order]
         counts = np.array([len(segment.tokens) for segment in ordered])
@@ -127,53 +111,27 @@ class StepBatch:
         slots = np.array([segment.slot for segment in ordered])
         ends = np.cumsum(counts)
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-        rows = np.repeat(slots, counts)
         last_rows = np.empty(len(segments), np.int64)
         last_rows[order] = ends - 1
         num_single = int((counts == 1).sum())
-        bounds = [(0, num_single, 1)] if num_single else []
-        bounds += [(i, i + 1, int(counts[i])) for i in range(num_single, len(ordered))]
-        groups = []
-        for first, stop, num_tokens in bounds:
-            begin = int(ends[first] - counts[first])
-            here = positions[begin : int(ends[stop - 1])].reshape(stop - first, num_tokens)
-            length = int(here.max()) + 1
-            hidden = np.arange(length) > here[:, None, None, :, None]
-            groups.append(
-                _Group(
-                    start=begin,
-                    num_sequences=stop - first,
-                    num_tokens=num_tokens,
-                    rows=_both(slots[first:stop], cache.num_slots),
-                    length=length,
-                    bias=torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))),
-                )
-            )
         return StepBatch(
             tokens_N=torch.from_numpy(np.concatenate([s.tokens for s in ordered]).astype(np.int64)),
-            positions_N=torch.from_numpy(positions),
-            cache_rows_2N=_both(rows, cache.num_slots),
-            cache_positions_2N=torch.from_numpy(np.concatenate([positions, positions])),
-            groups=tuple(groups),
+            places_2xN=np.stack([np.repeat(slots, counts), positions]),
+            num_single=num_single,
+            bounds=[num_single, *ends[num_single:].tolist()],
             last_rows=last_rows,
-            num_slots=cache.num_slots,
         )
-
-
-def _both(slots: np.ndarray, num_slots: int) -> Tensor:
-    """Cache rows of the keys, then of the values."""
-    return torch.from_numpy(np.concatenate([slots, slots + num_slots]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    input_norm_D: Tensor
+    input_norm_D: np.ndarray
     qkv: Linear
-    qk_norm_Ahxh: Tensor  # q_norm for every query head, k_norm for every key head
+    qk_norm_Axh: np.ndarray  # q_norm for every query head, k_norm for every key head
     output: Linear
-    mlp_norm_D: Tensor
+    mlp_norm_D: np.ndarray
     router: Linear
-    gate_up: Linear  # outputs: for each expert, gate then up
+    gate_up: Linear  # stacked over experts; outputs: gate then up
     down: Linear  # stacked over experts
 
 
@@ -192,7 +150,7 @@ class Qwen3Moe:
         vocabulary = (config.vocab_size, config.hidden_size)
         self._embed_VxD = checkpoint.plain("model.embed_tokens.weight", *vocabulary)
         self._layers = [self._read_layer(checkpoint, i) for i in range(config.num_layers)]
-        self._norm_D = checkpoint.plain("model.norm.weight", config.hidden_size)
+        self._norm_D = checkpoint.plain("model.norm.weight", config.hidden_size).numpy()
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self._head = Linear.of([checkpoint.weight(head, *vocabulary)], precision)
         if config.tie_word_embeddings and "lm_head.weight" in checkpoint:
@@ -212,14 +170,18 @@ class Qwen3Moe:
         gate_up, down = [], []
         for e in range(c.num_experts):
             expert = f"{name}.mlp.experts.{e}"
-            gate_up += [
-                checkpoint.weight(f"{expert}.{part}_proj", c.expert_size, c.hidden_size)
-                for part in ("gate", "up")
-            ]
+            gate_up.append(
+                linear(
+                    *(
+                        checkpoint.weight(f"{expert}.{part}_proj", c.expert_size, c.hidden_size)
+                        for part in ("gate", "up")
+                    )
+                )
+            )
             weight = checkpoint.weight(f"{expert}.down_proj", c.hidden_size, c.expert_size)
             down.append(linear(weight))
         return _Layer(
-            input_norm_D=checkpoint.plain(f"{name}.input_layernorm.weight", c.hidden_size),
+            input_norm_D=checkpoint.plain(f"{name}.input_layernorm.weight", c.hidden_size).numpy(),
             qkv=linear(
                 *(
                     checkpoint.weight(
@@ -228,15 +190,17 @@ class Qwen3Moe:
                     for part, heads in sizes.items()
                 )
             ),
-            qk_norm_Ahxh=torch.cat(norms),
+            qk_norm_Axh=torch.cat(norms).numpy(),
             output=linear(
                 checkpoint.weight(
                     f"{name}.self_attn.o_proj", c.hidden_size, c.num_heads * c.head_dim
                 )
             ),
-            mlp_norm_D=checkpoint.plain(f"{name}.post_attention_layernorm.weight", c.hidden_size),
+            mlp_norm_D=checkpoint.plain(
+                f"{name}.post_attention_layernorm.weight", c.hidden_size
+            ).numpy(),
             router=linear(checkpoint.weight(f"{name}.mlp.gate", c.num_experts, c.hidden_size)),
-            gate_up=linear(*gate_up),
+            gate_up=Linear.stack(gate_up),
             down=Linear.stack(down),
         )
 
@@ -252,88 +216,94 @@ class Qwen3Moe:
 
     def hidden_states(self, batch: StepBatch, cache: KvCache) -> Tensor:
         """float32 [N, D] after the final norm. The KV cache of the batch's tokens is written."""
-        round = self.precision.round
-        angles = batch.positions_N.unsqueeze(-1) * self._inverse_frequency
-        cos, sin = angles.cos(), angles.sin()
-        # x rotated = x * cos + (x with its halves swapped) * (-sin, sin)
-        cos_Nx1xh = torch.cat([cos, cos], dim=-1).unsqueeze(1)
-        sin_Nx1xh = torch.cat([-sin, sin], dim=-1).unsqueeze(1)
+        positions_N = torch.from_numpy(batch.places_2xN[1])
+        angles = positions_N.unsqueeze(-1) * self._inverse_frequency
+        rotation_2xNxh = torch.stack([angles.cos(), angles.sin()]).numpy()
         x = self._embed_VxD.index_select(0, batch.tokens_N)
+        added = torch.zeros_like(x)
         for index, layer in enumerate(self._layers):
-            normed = self._rms_norm(x, layer.input_norm_D)
-            qkv = round(layer.qkv(normed)).unflatten(-1, (-1, self.config.head_dim))
-            attended = self._attention(index, layer, qkv, (cos_Nx1xh, sin_Nx1xh), batch, cache)
-            x = round(x + round(layer.output(attended)))
-            x = round(x + self._experts(layer, self._rms_norm(x, layer.mlp_norm_D)))
-        return self._rms_norm(x, self._norm_D)
+            normed = self._add_norm(x, added, layer.input_norm_D)
+            added = layer.output(
+                self._attention(index, layer, layer.qkv(normed), rotation_2xNxh, batch, cache)
+            )
+            normed = self._add_norm(x, added, layer.mlp_norm_D)
+            added = self._experts(layer, normed)
+        return self._add_norm(x, added, self._norm_D)
 
     def logits(self, hidden_NxD: Tensor) -> Tensor:
         """float32 [N, V], rounded to bfloat16 as engines return them."""
-        return self.precision.round(self._head(hidden_NxD))
+        return self._head(hidden_NxD)
 
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True).add_(self.config.rms_norm_eps))
-        return self.precision.round(x * scale * weight)
+    def _add_norm(self, x: Tensor, added: Tensor, weight_D: np.ndarray) -> Tensor:
+        """x += added; the norm of that."""
+        normed = torch.empty_like(x)
+        eps, exact = np.float32(self.config.rms_norm_eps), self.precision.exact
+        kernels.add_norm(x.numpy(), added.numpy(), weight_D, eps, exact, normed.numpy())
+        return normed
 
     def _attention(
         self,
         index: int,
         layer: _Layer,
-        qkv_NxAxh: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        qkv: Tensor,
+        rotation_2xNxh: np.ndarray,
         batch: StepBatch,
         cache: KvCache,
     ) -> Tensor:
-        c, round = self.config, self.precision.round
-        cos, sin = rotation
-        qk = self._rms_norm(qkv_NxAxh[:, : -c.num_kv_heads], layer.qk_norm_Ahxh)
-        qk = round(qk * cos + qk.roll(c.head_dim // 2, -1) * sin)
-        q, k, v = qk[:, : c.num_heads], qk[:, c.num_heads :], qkv_NxAxh[:, -c.num_kv_heads :]
-        cache.write(index, batch.cache_rows_2N, batch.cache_positions_2N, torch.cat([k, v]))
-        q = q * (cache.read_scale / math.sqrt(c.head_dim))
-        outputs = [self._attend(q, index, group, cache) for group in batch.groups]
-        return round(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+        """float32 [N, A * h] to float32 [N, H * h]."""
+        c, exact, stored = self.config, self.precision.exact, cache.layers[index]
+        q_NxHxh = torch.empty(len(qkv), c.num_heads, c.head_dim)
+        kernels.rotate_and_store(
+            qkv.view(len(qkv), -1, c.head_dim).numpy(),
+            layer.qk_norm_Axh,
+            rotation_2xNxh,
+            np.float32(c.rms_norm_eps),
+            exact,
+            batch.places_2xN,
+            cache.num_bytes,
+            stored,
+            q_NxHxh.numpy(),
+        )
+        out_NxHxh, single = torch.empty_like(q_NxHxh), batch.num_single
+        if single:
+            kernels.attend(
+                q_NxHxh[:single].numpy(),
+                stored,
+                batch.places_2xN[:, :single],
+                cache.num_bytes,
+                exact,
+                out_NxHxh[:single].numpy(),
+            )
+        for first, stop in itertools.pairwise(batch.bounds):
+            slot, start = batch.places_2xN[:, first].tolist()
+            out_NxHxh[first:stop] = self._attend(q_NxHxh[first:stop], index, slot, start, cache)
+        return out_NxHxh.flatten(1)
 
-    def _attend(self, q_NxHxh: Tensor, index: int, group: _Group, cache: KvCache) -> Tensor:
-        """float32 [B * T, H * h] for one group."""
-        c, num, tokens = self.config, group.num_sequences, group.num_tokens
-        per_kv_head = c.num_heads // c.num_kv_heads
-        q = q_NxHxh[group.start : group.start + num * tokens]
-        q = q.view(num, tokens, c.num_kv_heads, per_kv_head, c.head_dim).permute(0, 2, 3, 1, 4)
-        q = q.reshape(num, c.num_kv_heads, per_kv_head * tokens, c.head_dim)
-        kv = cache.read(index, group.rows, group.length)
-        k, v = kv[:num], kv[num:]
-        scores = (q @ k.transpose(2, 3)).unflatten(2, (per_kv_head, tokens)) + group.bias
-        weights = self.precision.round(scores.softmax(-1)).flatten(2, 3)
-        out = (weights @ v).unflatten(2, (per_kv_head, tokens)).permute(0, 3, 1, 2, 4)
-        return out.reshape(num * tokens, -1) * cache.read_scale
+    def _attend(
+        self, q_TxHxh: Tensor, index: int, slot: int, start: int, cache: KvCache
+    ) -> Tensor:
+        """Consecutive tokens of one sequence over the cache of their slot; float32 [T, H, h]."""
+        c, num, length = self.config, len(q_TxHxh), start + len(q_TxHxh)
+        q = q_TxHxh.transpose(0, 1).reshape(c.num_kv_heads, -1, c.head_dim)
+        keys = cache.read(index, slot, length)
+        values = cache.read(index, cache.num_slots + slot, length)
+        scores = torch.bmm(q, keys.transpose(1, 2)).view(-1, num, length)
+        kernels.causal_softmax(scores.numpy(), start, self.precision.exact)
+        out = torch.bmm(scores.view(c.num_kv_heads, -1, length), values)
+        return self.precision.round(out.view(-1, num, c.head_dim).transpose(0, 1))
 
     def _experts(self, layer: _Layer, x_NxD: Tensor) -> Tensor:
-        """Router, top-k experts, weighted sum; float32 [N, D] rounded."""
-        c, round = self.config, self.precision.round
-        probs = round(layer.router(x_NxD)).softmax(-1)
-        gates_NxR, chosen_NxR = probs.topk(c.num_experts_per_token, sorted=False)
-        if c.norm_topk_prob:
-            gates_NxR = gates_NxR / gates_NxR.sum(-1, keepdim=True)
-        if len(x_NxD) * c.num_experts <= _DENSE_PAIRS:
-            gates_NxE = torch.zeros_like(probs).scatter_(1, chosen_NxR, gates_NxR)
-            hidden = round(layer.gate_up(x_NxD)).unflatten(-1, (c.num_experts, 2, c.expert_size))
-            hidden_ExNxF = self._swiglu(hidden[:, :, 0], hidden[:, :, 1]).transpose(0, 1)
-            out_ExNxD = layer.down(hidden_ExNxF) * gates_NxE.T.unsqueeze(-1)
-            return round(round(out_ExNxD).sum(0))
-        out = torch.zeros_like(x_NxD)
-        for expert in range(c.num_experts):
-            rows, ranks = torch.where(chosen_NxR == expert)
-            if not len(rows):
-                continue
-            gate_up = layer.gate_up.outputs(
-                2 * expert * c.expert_size, 2 * (expert + 1) * c.expert_size
-            )
-            hidden = round(gate_up(x_NxD[rows]))
-            hidden = self._swiglu(hidden[:, : c.expert_size], hidden[:, c.expert_size :])
-            y = layer.down.item(expert)(hidden) * gates_NxR[rows, ranks].unsqueeze(-1)
-            out.index_add_(0, rows, round(y))
-        return round(out)
-
-    def _swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.precision.round(torch.nn.functional.silu(gate) * up)
+        """Router, top-k experts, weighted sum; float32 [N, D]."""
+        c, exact, num = self.config, self.precision.exact, len(x_NxD)
+        gates_NxR = np.empty((num, c.num_experts_per_token), np.float32)
+        places_NxR = np.empty(gates_NxR.shape, np.int64)
+        rows, bounds = np.empty(gates_NxR.size, np.int64), np.empty(c.num_experts + 1, np.int64)
+        logits_NxE = layer.router(x_NxD).numpy()
+        kernels.route(logits_NxE, c.norm_topk_prob, gates_NxR, places_NxR, rows, bounds)
+        gate_up = layer.gate_up(x_NxD, rows=rows, bounds=bounds)
+        hidden_MxF = torch.empty(len(gate_up), c.expert_size)
+        kernels.swiglu(gate_up.numpy(), exact, hidden_MxF.numpy())
+        y_MxD = layer.down(hidden_MxF, bounds=bounds).numpy()
+        out_NxD = torch.empty_like(x_NxD)
+        kernels.combine(y_MxD, gates_NxR, places_NxR, exact, out_NxD.numpy())
+        return out_NxD

@@ -1,7 +1,8 @@
 """Number formats as the engine computes with them: weights, activations, the KV cache.
 
 Owns the decoding of packed weights, the quantization of activations, the storage of the KV cache
-and the one matrix product that everything uses. Must not know a model or a file.
+and the one matrix product that everything uses; `kernels.py` has the loops. Must not know a model
+or a file.
 
 All arithmetic is float32 on values that the format can represent: products of bfloat16, E4M3 and
 E2M1 numbers are exact in float32, and sums are accumulated in float32 as tensor cores do. Results
@@ -13,31 +14,33 @@ Formats
     FP8    E4M3 codes, one float32 multiplier per 128 x 128 block
     BF16   as is
 
-Shape letters: N tokens, I inputs, O outputs, P parts of a split reduction, S inputs of a part,
-L context, `...` leading dimensions (experts).
+Shape letters: N tokens, I inputs, O outputs, E experts, P parts of a split reduction, S inputs of
+a part, G groups of inputs that share a scale, M rows of a product.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from contracts.errors import BadInputError
 from contracts.types import KvFormat, WeightFormat
+from sampler_fleet.engines import kernels
 
 FP8_BLOCK = 128
 NVFP4_BLOCK = 16
 MXFP8_BLOCK = 32
-E4M3_MAX = 448.0
-E2M1_MAX = 6.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_LEAST_AMAX = 1e-10  # keeps the scale of an all-zero activation group finite
+_NO_SCALE = np.empty((0, 0, 0), np.float32)
+_NO_TOKEN_SCALE = np.empty((0, 0), np.float32)
 
 
 class ActivationFormat(enum.StrEnum):
@@ -73,26 +76,6 @@ class Precision:
         )
 
 
-def round_e4m3(x: Tensor) -> Tensor:
-    """Float32 rounded to the nearest E4M3 value, ties to even, saturating at 448.
-
-    Equal to a cast to float8_e4m3fn and back, and many times faster on a CPU.
-    """
-    x = x.clamp(-E4M3_MAX, E4M3_MAX)
-    bits = x.view(torch.int32)
-    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)).bitwise_and_(~0xFFFFF).view(torch.float32)
-    subnormal = (x + 24576.0) - 24576.0  # 1.5 * 2**14: its unit in the last place is 2**-9
-    return torch.where(x.abs() < 2.0**-6, subnormal, normal)
-
-
-def round_e2m1(x: Tensor) -> Tensor:
-    """Float32 rounded to the nearest E2M1 value, ties to even, saturating at 6."""
-    x = x.clamp(-E2M1_MAX, E2M1_MAX)
-    size = x.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    return torch.round(x / step) * step
-
-
 def decode_nvfp4(packed_OxJ: Tensor, scale_OxB: Tensor) -> Tensor:
     """uint8 [O, I/2] and float8_e4m3fn [O, I/16] to float32 [O, I], without the tensor's scale."""
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
@@ -116,13 +99,17 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """y = x W^T, its reduction cut into P parts whose float32 sums are added in order."""
+    """y = x W^T, its reduction cut into P parts whose float32 sums are added in order, rounded.
+
+    It may be stacked over E experts, each of which computes rows of its own.
+    """
 
     format: WeightFormat
     quantizes: bool
-    parts: Tensor  # float32 [..., P, S, O]
-    scale: Tensor | None  # float32 [..., P or 1, 1, O]
-    blocks: Tensor | None  # int64 [P]: which scale block of the inputs a part lies in (fp8-block)
+    exact: bool
+    parts: tuple[Tensor, ...]  # of each expert, float32 [P, S, O]
+    scale: np.ndarray  # float32 [E, P, O], or none
+    groups: np.ndarray  # int64 [P]: the group of the inputs that a part lies in
 
     @staticmethod
     def of(weights: Sequence[Weight], precision: Precision) -> Linear:
@@ -146,86 +133,69 @@ class Linear:
             part = math.gcd(FP8_BLOCK, part)  # no part straddles two scale blocks
         values_OxI = torch.cat([weight.values_OxI for weight in weights])
         parts = values_OxI.T.reshape(-1, part, len(values_OxI)).contiguous()
-        scale = blocks = None
+        groups, scale = np.zeros(size // part, np.int64), _NO_SCALE
         if format in (WeightFormat.NVFP4, WeightFormat.FP8_CHANNEL):
             columns = [_scale(w).reshape(-1).expand(len(w.values_OxI)) for w in weights]
-            scale = torch.cat(columns).reshape(1, 1, -1)
+            scale = torch.cat(columns).expand(1, len(groups), -1).contiguous().numpy()
         elif format == WeightFormat.FP8_BLOCK:
-            blocks = torch.arange(0, size, part) // FP8_BLOCK
+            groups = np.arange(0, size, part) // FP8_BLOCK
             rows = [
                 _scale(w).repeat_interleave(FP8_BLOCK, dim=0)[: len(w.values_OxI)] for w in weights
             ]
-            scale = torch.cat(rows).T[blocks].unsqueeze(-2).contiguous()
+            scale = torch.cat(rows).T[groups].unsqueeze(0).contiguous().numpy()
         return Linear(
             format=format,
             quantizes=precision.quantizes(format),
-            parts=parts,
+            exact=precision.exact,
+            parts=(parts,),
             scale=scale,
-            blocks=blocks,
+            groups=groups,
         )
 
     @staticmethod
     def stack(linears: Sequence[Linear]) -> Linear:
-        """Linears of one shape and format with a new leading dimension, for a batched product."""
+        """Linears of one shape and format as one for that many experts."""
         first = linears[0]
-        scales = [linear.scale for linear in linears if linear.scale is not None]
-        return Linear(
-            format=first.format,
-            quantizes=first.quantizes,
-            parts=torch.stack([linear.parts for linear in linears]),
-            scale=torch.stack(scales) if scales else None,
-            blocks=first.blocks,
+        return dataclasses.replace(
+            first,
+            parts=tuple(itertools.chain.from_iterable(linear.parts for linear in linears)),
+            scale=np.concatenate([linear.scale for linear in linears]),
         )
 
-    def outputs(self, start: int, end: int) -> Linear:
-        """A view of some of the outputs."""
-        return Linear(
-            format=self.format,
-            quantizes=self.quantizes,
-            parts=self.parts[..., start:end],
-            scale=None if self.scale is None else self.scale[..., start:end],
-            blocks=self.blocks,
-        )
+    def __call__(
+        self, x: Tensor, *, rows: np.ndarray | None = None, bounds: np.ndarray | None = None
+    ) -> Tensor:
+        """float32 [N, I] to float32 [N, O].
 
-    def item(self, index: int) -> Linear:
-        """A view of one of the stacked linears."""
-        return Linear(
-            format=self.format,
-            quantizes=self.quantizes,
-            parts=self.parts[index],
-            scale=None if self.scale is None else self.scale[index],
-            blocks=self.blocks,
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """float32 [..., N, I] to float32 [..., N, O], not rounded."""
-        token_scale = None
+        With experts, [M, O]: row m is of x[rows[m]], by the expert e with
+        bounds[e] <= m < bounds[e + 1].
+        """
+        token_scale = _NO_TOKEN_SCALE
         if self.quantizes:
-            x, token_scale = self._quantize(x)
-        num_parts = self.parts.shape[-3]
-        if num_parts == 1:
-            y = x @ self.parts.squeeze(-3)
-            if self.scale is not None:
-                y = y * self.scale.squeeze(-3)
-            return y if token_scale is None else y * token_scale.squeeze(-3)
-        x = x.unflatten(-1, (num_parts, -1)).transpose(-3, -2)  # [..., P, N, S]
-        y = x @ self.parts
-        if self.scale is not None:
-            y = y * self.scale
-        if token_scale is not None:
-            y = y * token_scale
-        return y.sum(-3)
-
-    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Values [..., N, I] and what their partial sums are multiplied by [..., P or 1, N, 1]."""
-        if self.format == WeightFormat.NVFP4:
-            values, scale = quantize_nvfp4(x)
-            return values, scale.unsqueeze(-3)
-        values, scale = quantize_fp8(x)
-        assert self.blocks is not None
-        if len(self.blocks) != scale.shape[-1]:
-            scale = scale[..., self.blocks]
-        return values, scale.transpose(-1, -2).unsqueeze(-1)
+            quantize = quantize_nvfp4 if self.format == WeightFormat.NVFP4 else quantize_fp8
+            x, scales = quantize(x)
+            token_scale = scales.numpy()
+        if rows is not None:
+            x = x.index_select(0, torch.from_numpy(rows))
+            token_scale = token_scale[rows] if self.quantizes else token_scale
+        num_rows = len(x)
+        bounds = np.array([0, num_rows]) if bounds is None else bounds
+        num_parts, part, num_outputs = self.parts[0].shape
+        x_PxMxS = x.view(num_rows, num_parts, part).transpose(0, 1)
+        sums_PxMxO = torch.empty(num_parts, num_rows, num_outputs)
+        shares = np.diff(bounds).tolist()
+        for share, inputs, parts, sums in zip(
+            shares, x_PxMxS.split(shares, 1), self.parts, sums_PxMxO.split(shares, 1), strict=True
+        ):
+            if share:
+                torch.bmm(inputs, parts, out=sums)
+        if self.exact and num_parts == 1 and not self.scale.size:
+            return sums_PxMxO[0]
+        y = torch.empty(num_rows, num_outputs)
+        kernels.finish(
+            sums_PxMxO.numpy(), bounds, self.scale, token_scale, self.groups, self.exact, y.numpy()
+        )
+        return y
 
 
 def _scale(weight: Weight) -> Tensor:
@@ -234,29 +204,23 @@ def _scale(weight: Weight) -> Tensor:
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Dynamic scales per token and group of 128 inputs: E4M3 values [..., I], scales [..., I/128].
+    """Dynamic scales per token and group of 128 inputs: E4M3 values [N, I], scales [N, I/128].
 
     x ~ values * scale of its group; scale = amax / 448.
     """
-    size = x.shape[-1]
-    groups = F.pad(x, (0, -size % FP8_BLOCK)) if size > FP8_BLOCK else x
-    groups = groups.unflatten(-1, (-1, min(size, FP8_BLOCK)))
-    scale = groups.abs().amax(-1, keepdim=True).clamp_(min=_LEAST_AMAX) / E4M3_MAX
-    values = round_e4m3(groups / scale).flatten(-2)
-    return values[..., :size], scale.squeeze(-1)
+    values, scale = torch.empty_like(x), torch.empty(len(x), -(-x.shape[1] // FP8_BLOCK))
+    kernels.quantize_fp8(x.numpy(), values.numpy(), scale.numpy())
+    return values, scale
 
 
 def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Dynamic scales per token and block of 16 inputs: e2m1 * sf [..., I], token scale [..., 1].
+    """Dynamic scales per token and block of 16 inputs: e2m1 * sf [N, I], token scale [N, 1].
 
     x ~ values * token scale; the token scale is amax / (6 * 448), the block scale sf is E4M3.
     """
-    amax = x.abs().amax(-1, keepdim=True).clamp_(min=_LEAST_AMAX)
-    scale = amax / (E2M1_MAX * E4M3_MAX)
-    blocks = (x / scale).unflatten(-1, (-1, NVFP4_BLOCK))
-    block_scale = round_e4m3(blocks.abs().amax(-1, keepdim=True) / E2M1_MAX)
-    divisor = torch.where(block_scale > 0, block_scale, 1.0)
-    return (round_e2m1(blocks / divisor) * block_scale).flatten(-2), scale
+    values, scale = torch.empty_like(x), torch.empty(len(x), 1)
+    kernels.quantize_nvfp4(x.numpy(), values.numpy(), scale.numpy())
+    return values, scale
 
 
 class KvCache:
@@ -286,26 +250,13 @@ class KvCache:
         self.data = torch.zeros(
             num_layers, 2 * num_slots, num_kv_heads, max_context, head_dim, dtype=dtype
         )
-        self._fp8 = dtype == torch.float8_e4m3fn
-        # indexing of 1-byte floats is slow; of bytes it isn't
-        self._raw = self.data.view(torch.uint8) if self._fp8 else self.data
-        # `read` returns values divided by this power of two; callers fold it into their scales
-        self.read_scale = 256.0 if self._fp8 else 1.0
+        self.num_bytes = self.data.element_size()  # of an element, as `kernels` needs to know
+        raw = {1: torch.uint8, 2: torch.uint16, 4: torch.float32}[self.num_bytes]
+        self.layers = list(self.data.view(raw).numpy())
 
-    def write(self, layer: int, rows_M: Tensor, positions_M: Tensor, x_MxKxh: Tensor) -> None:
-        """Stores float32 keys (row < num_slots) or values at their positions."""
-        if self._fp8:
-            x = x_MxKxh.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-        else:
-            x = x_MxKxh.to(self.data.dtype)
-        self._raw[layer][rows_M, :, positions_M] = x
-
-    def read(self, layer: int, rows_M: Tensor, length: int) -> Tensor:
-        """float32 [M, kv heads, length, head dim], divided by `read_scale`."""
-        x = self._raw[layer, :, :, :length].index_select(0, rows_M)
-        if not self._fp8:
-            return x.float()
-        # The bits of E4M3 moved into float16: same sign, exponent bias 15 instead of 7, so the
-        # value is 2**-8 of the original, subnormals included. Ten times faster than a cast.
-        bits = x.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-        return bits.view(torch.float16).float()
+    def read(self, layer: int, row: int, length: int) -> Tensor:
+        """float32 [kv heads, length, head dim]."""
+        stored = self.layers[layer][row, :, :length]
+        x = torch.empty(stored.shape)
+        kernels.load(stored, self.num_bytes, x.numpy())
+        return x

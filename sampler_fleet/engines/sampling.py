@@ -12,16 +12,20 @@ Shape letters: B sequences, V vocabulary, C candidates.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import xxhash
+from numba import njit
 from torch import Tensor
 
 from contracts.types import SamplingParams
+from sampler_fleet.engines.kernels import exp
 
+_compiled = functools.partial(njit, nogil=True, cache=True, error_model="numpy")()
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -102,28 +106,82 @@ def _invert(weights_BxC: Tensor, uniform_B: np.ndarray) -> Tensor:
 
 
 def _draw_truncated(z_BxV: Tensor, params: Sequence[SamplingParams], uniform_B) -> Draw:
-    size = z_BxV.shape[1]
+    num, size = z_BxV.shape
     # limits that are off must not cut: cumulative sums may exceed 1 by rounding
-    top_k = [p.top_k or size for p in params]
-    top_p = [p.top_p if p.top_p < 1 else 2.0 for p in params]
-    z_BxC, ids_BxC = z_BxV.topk(min(size, max(top_k)))
-    p_BxC = (z_BxC - z_BxV.logsumexp(-1, keepdim=True)).exp().double()
-    before = p_BxC.cumsum(-1) - p_BxC
-    width = z_BxC.shape[1]
-    keep = before <= torch.tensor(top_p, dtype=torch.float64).unsqueeze(-1)
-    keep &= torch.arange(width) < torch.tensor(top_k).unsqueeze(-1)
-    z_BxC = z_BxC.masked_fill(~keep, -torch.inf)
-    logp_BxC = z_BxC.log_softmax(-1)
-    column = _invert(logp_BxC.exp(), uniform_B).unsqueeze(-1)
-    counts = keep.sum(-1)  # what stays is a prefix: both limits are monotone in the rank
-    most = int(counts.max())
+    top_k = np.array([min(p.top_k or size, size) for p in params])
+    top_p = np.array([p.top_p if p.top_p < 1 else 2.0 for p in params])
+    ids_BxC = np.zeros((num, int(top_k.max())), np.int32)
+    logp_BxC = np.zeros(ids_BxC.shape, np.float32)
+    counts, columns = np.empty(num, np.int64), np.empty(num, np.int64)
+    _truncate(z_BxV.numpy(), top_k, top_p, uniform_B, ids_BxC, logp_BxC, counts, columns)
+    rows, most = np.arange(num), int(counts.max())
     return Draw(
-        tokens_B=ids_BxC.gather(1, column).squeeze(-1).int().numpy(),
-        logp_B=logp_BxC.gather(1, column).squeeze(-1).numpy(),
-        counts_B=counts.numpy(),
-        ids_BxC=ids_BxC[:, :most].int().numpy(),
-        logp_BxC=logp_BxC[:, :most].contiguous().numpy(),
+        tokens_B=ids_BxC[rows, columns],
+        logp_B=logp_BxC[rows, columns],
+        counts_B=counts,
+        ids_BxC=ids_BxC[:, :most],
+        logp_BxC=logp_BxC[:, :most],
     )
+
+
+@_compiled
+def _truncate(z_BxV, top_k, top_p, uniform_B, ids_BxC, logp_BxC, counts_B, columns_B):
+    """Writes each row's candidates, best first, their number, and the place of the one drawn."""
+    size = z_BxV.shape[1]
+    weights = np.empty(size, np.float32)
+    for row in range(len(z_BxV)):
+        z, logp = z_BxV[row], logp_BxC[row]
+        best = _best(z, top_k[row])
+        largest = z[best[0]]
+        for i in range(size):
+            weights[i] = exp(np.float32(z[i] - largest))
+        total, before, count = float(weights.sum()), 0.0, 0
+        while count < top_k[row] and before <= top_p[row]:
+            before += weights[best[count]] / total
+            count += 1
+        kept = 0.0
+        for c in range(count):
+            ids_BxC[row, c] = best[c]
+            kept += weights[best[c]]
+        for c in range(count):
+            logp[c] = z[best[c]] - largest - np.log(kept)
+        # a product that rounds up to the whole sum stays below its last candidate with weight
+        target, reached, column = uniform_B[row] * kept, 0.0, 0
+        for c in range(count):
+            weight = weights[best[c]]
+            if weight > 0 and reached <= target:
+                column = c
+            reached += weight
+        counts_B[row], columns_B[row] = count, column
+
+
+@_compiled
+def _best(z_V, num):
+    """The `num` largest, best first, of equal ones the first; int64 [num]."""
+    size = len(z_V)
+    least = np.float32(-np.inf)
+    if num < size:
+        # halve the range of a bound that `num` pass, until few more do or no number is between
+        low, high, passing = z_V.min(), z_V.max(), size
+        while passing > num + 16:
+            middle = np.float32(low + np.float32(high - low) * np.float32(0.5))
+            if not low < middle < high:
+                break
+            above = 0
+            for i in range(size):
+                above += z_V[i] >= middle
+            if above >= num:
+                low, passing = middle, above
+            else:
+                high = middle
+        least = low
+    passed = np.empty(size, np.int64)
+    count = 0
+    for i in range(size):
+        passed[count] = i
+        count += z_V[i] >= least
+    passed = passed[:count]
+    return passed[np.argsort(-z_V[passed], kind="mergesort")][:num]
 
 
 def _draw_full(z_BxV: Tensor, params: Sequence[SamplingParams], uniform_B) -> Draw:

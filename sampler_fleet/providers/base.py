@@ -16,5 +16,23 @@ class Provider(Protocol):
 
         Raises:
             RetryError: the provider is away or refuses for now; asked again later.
+            BadInputError, DirtyProcessError: it will never have them; the autoscaler ends.
+        """
+        ...
+
+    async def num_held(self, group: str) -> int | None:
+        """Samplers of a group that exist and are paid for, also those that load or drain.
+
+        None: the provider doesn't know.
+
+        Raises:
+            RetryError, BadInputError, DirtyProcessError: as `scale`.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Drains what lives no longer than this process, and returns when it is gone.
+
+        What is deployed elsewhere stays, for the next autoscaler. Repeatable.
         """
         ...

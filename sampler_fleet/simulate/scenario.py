@@ -17,8 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from contracts.errors import BadInputError
 from contracts.runfile import Section, validate_section
 from contracts.types import Purpose
-from sampler_fleet.autoscaler import AutoscalerConfig
-from sampler_fleet.config import EpisodesConfig, FleetConfig, GroupConfig
+from sampler_fleet.config import AutoscalerConfig, EpisodesConfig, FleetConfig, GroupConfig
 from sampler_fleet.cost import Price
 
 DEFAULT_MACHINE = "default"

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sampler_fleet.autoscaler import Autoscaler, Demand
+from sampler_fleet.autoscaler import Autoscaler, Demand, ReadySampler
 from sampler_fleet.config import FleetConfig
 from sampler_fleet.cost import Cost
 from sampler_fleet.simulate.machine import Session
@@ -227,11 +227,19 @@ class World:
     def _autoscale(self) -> None:
         autoscaler, samplers = self._autoscaler, self._samplers
         assert autoscaler is not None, "only scenarios with one get here"
-        lockstep = self._scenario.workload.lockstep
+        lockstep, num_sessions = self._scenario.workload.lockstep, samplers.router.num_sessions
         changed = autoscaler.step(
             fleet=self._fleet,
-            registry=samplers.registry,
-            num_sessions={n: num * lockstep for n, num in samplers.router.num_sessions.items()},
+            ready={
+                group.name: [
+                    ReadySampler(
+                        num_sessions=num_sessions[s.sampler_id] * lockstep,
+                        kv_used_fraction=s.load.kv_used_fraction,
+                    )
+                    for s in samplers.registry.ready(group.name)
+                ]
+                for group in self._fleet.groups
+            },
             demand=self._demand(),
             now=self._timeline.now,
             now_utc=samplers.now_utc,

@@ -18,12 +18,14 @@ from contracts.types import (
     FileEntry,
     FinishReason,
     GenerateRequest,
+    GroupUpdate,
     Manifest,
     Purpose,
     SamplingParams,
     TensorEntry,
     Trajectory,
     TrajectoryGroup,
+    UpdateReport,
     VersionSpan,
     WeightFormat,
     check_completion,
@@ -102,6 +104,53 @@ def test_trajectory_groups_round_trip_with_and_without_a_reward() -> None:
     same(back, group)
     assert back.trajectories[1].reward is None and back.trajectories[0].reward == 0.0
     np.testing.assert_array_equal(trajectory.version, [3, 3, 4, 4])
+
+
+def test_a_group_packed_by_zstd_is_the_same_group_in_fewer_bytes() -> None:
+    record = make_completion(400, seed=3)
+    trajectory = Trajectory(
+        task_id="t",
+        session_id="s",
+        group="g",
+        sampler_ids=("a",),
+        tokens=record.tokens,
+        loss_mask=np.ones(400, bool),
+        sampler_logp=record.sampler_logp,
+        candidates=record.candidates,
+        spans=record.spans,
+        reward=1.0,
+        ending=Ending.SUBMITTED,
+    )
+    group = TrajectoryGroup(sequence=7, task_id="t", trajectories=(trajectory,) * 8)
+    message = codec.group_to_pb(group)
+    packed = codec.compressed(message)
+    assert packed.sequence == 7
+    assert packed.ByteSize() < message.ByteSize() / 2, "eight trajectories that share everything"
+    same(codec.group_from_pb(packed), group)
+    broken = type(packed)(sequence=7, zstd=packed.zstd[:-9])
+    for data in (broken.zstd, b"no frame", b""):
+        if data:
+            with pytest.raises(BadInputError, match="group 7, zstd: expected"):
+                codec.group_from_pb(type(packed)(sequence=7, zstd=data))
+
+
+def test_reports_of_updates_round_trip_with_and_without_values() -> None:
+    empty = UpdateReport(step=1, version=2, seconds=3.0, update_seconds=1.0, num_taken=0)
+    full = dataclasses.replace(
+        empty,
+        sequences=(4, 7),
+        staleness=1.5,
+        kl=0.25,
+        share_out_of_band=0.0,
+        reward=0.5,
+        groups=(
+            GroupUpdate(group="a", num_trajectories=3, num_tokens=9, kl=0.5, share_out_of_band=0.0),
+            GroupUpdate(group="b", num_trajectories=0, num_tokens=0),
+        ),
+        alarms=("one", "two"),
+    )
+    for report in (empty, full):
+        assert codec.update_from_pb(codec.update_to_pb(report)) == report
 
 
 def test_requests_and_manifests_round_trip() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.credentials import read_token
+from contracts.credentials import read_tokens
 from contracts.errors import AuthError, BadInputError, ConflictError, RetryError
 from contracts.pb import fleet_pb2, fleet_pb2_grpc
 from contracts.rpc import aio_channel, answering, calling, start_server, sync_channel
@@ -115,7 +115,7 @@ async def test_listen_addresses_that_are_some(host) -> None:
 def test_token_files_that_no_header_can_carry(tmp_path, content) -> None:
     (tmp_path / "token").write_bytes(content)
     with pytest.raises(BadInputError, match="one line of ASCII text"):
-        read_token(tmp_path / "token")
+        read_tokens(tmp_path / "token")
 
 
 def test_a_dead_peer_is_a_retry() -> None:

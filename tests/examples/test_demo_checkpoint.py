@@ -30,5 +30,5 @@ def test_it_is_a_small_mixture_of_experts():
 
 def test_every_example_run_file_is_valid(monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
-    for name in ("demo.toml", "demo-homogeneous.toml"):
+    for name in ("demo.toml", "demo-homogeneous.toml", "autoscale.toml"):
         load_run(EXAMPLES / name)

@@ -274,7 +274,7 @@ class Harness:
             },
             sampling=SamplingParams(),
             run_episode=self.run_episode,
-            wait_until_ready=self.fleet.wait_until_ready,
+            open_session=self.fleet.session,
             spool=self.spool,
             retry_seconds=0.0,
         )
@@ -300,6 +300,7 @@ class Harness:
         version: int = 1,
         engine: FakeEngine | None = None,
         token: str = TOKEN,
+        tokens_per_second: float = 0.0,
         **config: object,
     ) -> Member:
         """Starts one; `config` changes its checkpoint's config.json."""
@@ -316,6 +317,7 @@ class Harness:
             credentials=token,
             patience=Patience(backoff=0.02, max_backoff=0.1, drain=5.0, close=2.0),
         )
+        agent._tokens_per_second = tokens_per_second  # as if it had been measured
         member = Member(agent, engine, weights, asyncio.create_task(agent.run()))
         self.members[sampler_id] = member
         return member

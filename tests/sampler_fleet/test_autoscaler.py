@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from contracts.errors import RetryError
-from contracts.types import KvFormat, SamplerInfo, WeightFormat
 from sampler_fleet.autoscaler import (
     Autoscaler,
-    AutoscalerConfig,
     Demand,
     FleetState,
     GroupState,
+    ReadySampler,
     decide,
     sessions_wanted,
 )
-from sampler_fleet.autoscaler_loop import AutoscalerLoop
-from sampler_fleet.config import FleetConfig, GroupConfig
-from sampler_fleet.registry import Registry
+from sampler_fleet.config import AutoscalerConfig, FleetConfig
 
 CONFIG = AutoscalerConfig()
 NOW = 10_000.0
@@ -214,98 +209,36 @@ def test_sessions_wanted_by_hand(demand, wanted):
     assert sessions_wanted(fleet, config) == pytest.approx(wanted)
 
 
-# The shell, with a provider that is a fake.
+def fleet_of(**training) -> FleetConfig:
+    a = {"name": "a", "weight_format": "bf16", "samplers": 1, "max_sessions": 10} | training
+    evaluation = {"name": "e", "weight_format": "bf16", "purpose": "evaluate", "samplers": 2}
+    return FleetConfig.model_validate({"groups": [a, evaluation]})
 
 
-class FakeProvider:
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, int]] = []
-        self.is_away = False
+def test_a_group_grows_at_once_and_shrinks_after_the_cooldown():
+    fleet = fleet_of(min_samplers=0, max_samplers=5)
+    autoscaler = Autoscaler(AutoscalerConfig(), fleet.groups)
+    ready: dict[str, list[ReadySampler]] = {"a": [], "e": []}
 
-    async def scale(self, group: str, num: int) -> None:
-        if self.is_away:
-            raise RetryError("the provider is away")
-        self.asked.append((group, num))
+    def step(now: float, num_queued: int = 0) -> dict[str, int]:
+        demand = Demand(num_queued=num_queued, backlog=0)
+        return autoscaler.step(fleet=fleet, ready=ready, demand=demand, now=now, now_utc=0.0)
 
-
-class FakeFleet:
-    """A registry, the router's counts, and a demand and a clock that a test sets."""
-
-    def __init__(self, **group: object) -> None:
-        config = {"name": "a", "weight_format": "bf16", "samplers": 1, "max_sessions": 10} | group
-        self.config = FleetConfig(groups=(GroupConfig.model_validate(config),))
-        self.registry = Registry(
-            self.config.groups,
-            model_fingerprint="m",
-            tokenizer_fingerprint="t",
-            lease_seconds=10.0,
-        )
-        self.num_sessions: Counter[str] = Counter()
-        self.demand = QUIET
-        self.now = 0.0
-        self.provider = FakeProvider()
-        self.loop = AutoscalerLoop(
-            Autoscaler(AutoscalerConfig(), self.config.groups),
-            self.provider,
-            registry=self.registry,
-            num_sessions=self.num_sessions,
-            read_config=lambda: self.config,
-            read_demand=lambda: self.demand,
-            clock=lambda: self.now,
-        )
-
-    def join(self, sampler_id: str, num_sessions: int) -> None:
-        info = SamplerInfo(
-            sampler_id=sampler_id,
-            group="a",
-            accelerator="cpu",
-            weight_format=WeightFormat.BF16,
-            kv_format=KvFormat.FP8,
-            max_sessions=10,
-            model_fingerprint="m",
-            tokenizer_fingerprint="t",
-            version=1,
-        )
-        self.registry.register(info, self.now)
-        self.num_sessions[sampler_id] = num_sessions
+    assert step(0.0, num_queued=31) == {"a": 4}
+    ready["a"] = [ReadySampler(num_sessions=10, kv_used_fraction=0.1)] * 4
+    assert step(599.0, num_queued=0) == {}, "the cooldown is not over"
+    ready["a"] = [ReadySampler(num_sessions=num, kv_used_fraction=0.1) for num in (1, 0, 0, 0)]
+    assert step(600.0) == {"a": 1}, "its session keeps one"
+    ready["a"] = [ReadySampler(num_sessions=0, kv_used_fraction=0.0)]
+    assert step(1200.0) == {"a": 0}
 
 
-async def test_the_loop_scales_up_waits_for_the_cooldown_and_down_to_zero():
-    fleet = FakeFleet(min_samplers=0, max_samplers=5)
-    fleet.demand = Demand(num_queued=31, backlog=0)
-    await fleet.loop.step()
-    assert fleet.provider.asked == [("a", 4)]
-    fleet.join("one", 10)
-    fleet.demand = QUIET
-    fleet.now = 599.0
-    await fleet.loop.step()
-    assert fleet.provider.asked == [("a", 4)], "the cooldown is not over"
-    fleet.now = 600.0
-    await fleet.loop.step()
-    fleet.num_sessions.clear()
-    fleet.now = 1200.0
-    await fleet.loop.step()
-    assert fleet.provider.asked == [("a", 4), ("a", 1), ("a", 0)]
-
-
-async def test_what_a_provider_refused_is_asked_again():
-    fleet = FakeFleet(min_samplers=0, max_samplers=5)
-    fleet.demand = Demand(num_queued=31, backlog=0)
-    fleet.provider.is_away = True
-    await fleet.loop.step()
-    fleet.provider.is_away = False
-    fleet.now = 1.0
-    await fleet.loop.step()
-    await fleet.loop.step()
-    assert fleet.provider.asked == [("a", 4)]
-
-
-async def test_bounds_that_change_in_mid_run_reach_the_provider():
-    fleet = FakeFleet(samplers=2)
-    fleet.demand = Demand(num_queued=100, backlog=0)
-    await fleet.loop.step()
-    assert fleet.provider.asked == [("a", 2)], "without bounds a group stays as it is"
-    changed = fleet.config.groups[0].model_copy(update={"max_samplers": 6})
-    fleet.config = fleet.config.model_copy(update={"groups": (changed,)})
-    await fleet.loop.step()
-    assert fleet.provider.asked == [("a", 2), ("a", 6)]
+def test_an_evaluation_group_has_the_samplers_of_the_run_file_whatever_is_queued():
+    autoscaler = Autoscaler(AutoscalerConfig(), fleet_of().groups)
+    demand = Demand(num_queued=1000, backlog=0)
+    for evaluators in (2, 3, 0):
+        fleet = fleet_of(max_samplers=4)
+        groups = [g.model_copy(update={"samplers": evaluators}) for g in fleet.groups[1:]]
+        fleet = fleet.model_copy(update={"groups": (fleet.groups[0], *groups)})
+        autoscaler.step(fleet=fleet, ready={"a": [], "e": []}, demand=demand, now=0.0, now_utc=0.0)
+        assert autoscaler.targets == {"a": 4, "e": evaluators}

@@ -1,9 +1,8 @@
-"""The fleet's commands and what its processes do at start: bad input, port file, log lines."""
+"""The fleet's commands and what its processes do at start: bad input, port file."""
 
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sampler_fleet.__main__ import app
-from sampler_fleet.process import log_to_stderr, write_port_file
+from sampler_fleet.process import write_port_file
 
 ROOT = Path(__file__).parents[2]
 GOOD = {
@@ -144,18 +143,3 @@ def test_the_port_file_appears_complete(tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["port"]
     assert (tmp_path / "new" / "port").read_text() == "4321\n"
     write_port_file(None, 1)
-
-
-def test_a_log_record_is_one_line(capsys, monkeypatch):
-    monkeypatch.setenv("LOG_LEVEL", "INFO")
-    before = logging.root.handlers[:]
-    try:
-        log_to_stderr("big-0")
-        try:
-            raise ZeroDivisionError("two\nlines")
-        except ZeroDivisionError:
-            logging.getLogger("x").exception("it broke")
-    finally:
-        logging.root.handlers[:] = before
-    (line,) = capsys.readouterr().err.splitlines()
-    assert " error big-0 x: it broke\\nTraceback" in line and "two\\nlines" in line

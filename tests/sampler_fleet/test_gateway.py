@@ -369,12 +369,19 @@ async def test_a_malformed_message_expels_its_sampler_only(tmp_path):
 
 async def test_sessions_wait_until_the_fleet_has_assembled(tmp_path):
     async with running_gateway(tmp_path, assemble_seconds=30.0) as gateway:
-        waiting = asyncio.create_task(gateway.fleet.wait_until_ready(Purpose.TRAIN))
+
+        async def place() -> None:
+            async with gateway.fleet.session("s", purpose=Purpose.TRAIN):
+                pass
+
+        waiting = asyncio.create_task(place())
         await gateway.start_ready_sampler("big-0")
         await asyncio.sleep(0.05)
         assert not waiting.done()
+        assert gateway.fleet.num_waiting[Purpose.TRAIN] == 1
         await gateway.start_ready_sampler("small-0", "small")
         await asyncio.wait_for(waiting, 5)
+        assert gateway.fleet.num_waiting[Purpose.TRAIN] == 0
 
 
 async def test_an_engine_may_finish_at_once(tmp_path):

@@ -42,8 +42,9 @@ class Episodes:
             self.num_running -= 1
 
 
-async def always_ready(purpose, *, min_version=0) -> None:
-    return None
+@contextlib.asynccontextmanager
+async def any_place(session_id, *, purpose, min_version=0):
+    yield
 
 
 @contextlib.asynccontextmanager
@@ -55,7 +56,7 @@ async def producing(tmp_path, episodes: Episodes, *, run: bool = True, **config)
         tasks=TASKS,
         sampling=SamplingParams(top_p=0.9),
         run_episode=episodes,
-        wait_until_ready=always_ready,
+        open_session=any_place,
         spool=spool,
         retry_seconds=0.0,
     )

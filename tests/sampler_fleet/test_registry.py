@@ -6,6 +6,7 @@ import pytest
 
 from contracts.errors import BadInputError, ConflictError
 from contracts.types import KvFormat, SamplerInfo, WeightFormat
+from sampler_fleet.engines.base import EngineLoad
 from sampler_fleet.fingerprint import identify_checkpoint
 from sampler_fleet.registry import IDLE, Registry, SamplerPhase
 from tests.sampler_fleet.fakes import make_checkpoint, make_fleet_config
@@ -69,7 +70,7 @@ def test_draining_takes_no_turns_and_needs_a_live_sampler(registry):
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("protocol_version", 99, "protocol: expected 1, found 99"),
+        ("protocol_version", 99, "protocol: expected 2, found 99"),
         ("group", "huge", "expected one of big, small, eval, found huge"),
         ("weight_format", WeightFormat.NVFP4, "weight format: expected bf16, found nvfp4"),
         ("kv_format", KvFormat.BF16, "KV format: expected fp8, found bf16"),
@@ -136,3 +137,21 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(BadInputError, match="model configuration"):
         identify_checkpoint(tmp_path)
+
+
+def test_what_a_sampler_can_draw_follows_its_rate_only_while_it_is_busy(registry):
+    name = registry.register(dataclasses.replace(INFO, tokens_per_second=100.0), now=0.0).sampler_id
+
+    def beat(num_running: int, rate: float) -> float:
+        load = EngineLoad(
+            num_running=num_running, num_waiting=0, tokens_per_second=rate, kv_used_fraction=0.0
+        )
+        registry.heartbeat(name, version=1, load=load, now=1.0)
+        return registry.get(name).tokens_per_second
+
+    assert beat(1, 5.0) == 100.0, "few sessions say nothing of many"
+    assert beat(INFO.max_sessions, 0.0) == 100.0, "nor does a pause"
+    assert beat(INFO.max_sessions, 50.0) == pytest.approx(95.0)
+    for _ in range(200):
+        settled = beat(INFO.max_sessions, 50.0)
+    assert settled == pytest.approx(50.0, rel=1e-3)

@@ -164,7 +164,9 @@ def test_a_full_group_gets_no_new_session_while_another_has_room():
     for index in range(10):
         route(router, registry, str(index))
     assert router.num_routed == {"fast": 5, "slow": 5}
-    assert isinstance(route(router, registry, "one more"), Route), "full everywhere: engines queue"
+    assert route(router, registry, "one more") == Wait(reason="every place is taken", is_full=True)
+    router.end("3")
+    assert isinstance(route(router, registry, "one more"), Route)
 
 
 def test_a_sampler_older_than_asked_is_not_used_until_it_caught_up():

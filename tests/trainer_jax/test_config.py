@@ -184,6 +184,18 @@ def test_samplers_must_record_what_the_loss_needs(run_file):
         check_others(load_run(run_file, ["sampling.top_k=65"]))
 
 
+NONE_AT_FIRST = (
+    "evaluation.before=false",
+    "evaluation.after=false",
+    "fleet.groups=["
+    '{name = "a", weight_format = "bf16", samplers = 0, min_samplers = 0, max_samplers = 2}]',
+)
+
+
+def test_a_run_may_begin_without_samplers_if_they_are_scaled(run_file):
+    check_others(load_run(run_file, [*NONE_AT_FIRST, "autoscaler.every_seconds=1.0"]))
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -198,6 +210,11 @@ def test_samplers_must_record_what_the_loss_needs(run_file):
                 'fleet.groups=[{name = "a", weight_format = "bf16", samplers = 0}]',
             ],
             "purpose train .*found groups without samplers",
+        ),
+        ([*NONE_AT_FIRST], "purpose train .*found groups without samplers"),
+        (
+            ['fleet.groups=[{name = "a", weight_format = "bf16", provider = "modal"}]'],
+            r"group a, provider: expected local, or run\.gateway .*found modal",
         ),
     ],
 )

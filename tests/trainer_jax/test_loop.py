@@ -120,6 +120,8 @@ class FakeGateway(
         self.taken = 0
         self.queue_groups = 1  # less than an update takes: progress must not depend on it
         self.evaluations: list[rollout_pb2.EvaluateRequest] = []
+        self.reports: list[fleet_pb2.UpdateReport] = []
+        self.fails_reports = False
         self.break_after = 10**9  # groups per stream
         self.refuse_at = 10**9  # sequence
         self.refuse_with = grpc.StatusCode.INVALID_ARGUMENT
@@ -154,6 +156,12 @@ class FakeGateway(
         self.acks.append((request.sequence, request.taken))
         self.taken = max(self.taken, request.taken)
         return rollout_pb2.AckGroupsReply()
+
+    def ReportUpdate(self, request, context):
+        self.reports.append(request)
+        if self.fails_reports:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "an older gateway")
+        return fleet_pb2.UpdateReportReply()
 
     def Evaluate(self, request, context):
         self.evaluations.append(request)
@@ -226,6 +234,25 @@ def test_updates_take_groups_in_order_and_publish_what_they_make(run, gateway, c
         assert record["fleet/episodes_in_flight"] == 3
     before, after = load_checkpoint(checkpoint)[1], load_checkpoint(run.directory / "final")[1]
     assert not np.allclose(before["embed"], after["embed"])
+
+
+def test_every_update_is_reported_to_the_gateway(run, gateway):
+    run()
+    assert [report.step for report in gateway.reports] == [1, 2, 3, 4, 5]
+    assert [list(report.sequences) for report in gateway.reports][:2] == [[1, 2], [3, 4]]
+    assert sum(report.num_taken for report in gateway.reports) >= 5 * 2 * 2
+    for report, record in zip(gateway.reports, read_metrics(run.directory), strict=True):
+        assert report.version == record["version"]
+        assert report.kl == pytest.approx(record["kl"])
+        assert {group.group for group in report.groups} == {"a", "b"}
+        assert report.groups[0].kl == pytest.approx(record["group/a/kl"])
+        assert report.update_seconds > 0
+
+
+def test_a_gateway_that_takes_no_reports_is_trained_with(run, gateway):
+    gateway.fails_reports = True
+    assert run() == "finished"
+    assert len(gateway.reports) == 5
 
 
 def test_only_durable_groups_are_forgotten(run, gateway):

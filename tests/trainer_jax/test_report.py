@@ -7,11 +7,18 @@ import pytest
 from rich.console import Console
 
 from contracts.errors import BadInputError
+from trainer_jax.compare import compare_runs
 from trainer_jax.evaluate import Estimate, Evaluation, estimate, pass_at_k
 from trainer_jax.live import LiveView
 from trainer_jax.metrics import METRICS_FILE
 from trainer_jax.report import draw_plots, write_report
-from trainer_jax.summary import SUMMARY_FILE, build_summary, print_summary, write_summary
+from trainer_jax.summary import (
+    SUMMARY_FILE,
+    build_summary,
+    cost_sentence,
+    print_summary,
+    write_summary,
+)
 
 SECTIONS = {
     "run": {"name": "test-run", "directory": None},
@@ -107,6 +114,45 @@ def test_means_are_weighted_by_tokens():
         {"step": 3, "version": 4},  # nothing of that group
     ]
     assert summary_of(records)["groups"]["fast"]["kl"] == pytest.approx((0.1 * 10 + 0.4 * 30) / 40)
+
+
+def test_what_the_samplers_cost():
+    costs = {"group/fast/gpu_hours": 2.0, "group/fast/dollars": 8.0}
+    costs |= {"group/slow/gpu_hours": 1.0, "group/slow/dollars": 1.5}
+    unpriced = {"group/eval/gpu_hours": 0.5}
+    cost = summary_of([record(1, **costs, **unpriced), record(2), {"step": 3}])["cost"]
+    assert cost["gpu_hours"] == 3.5
+    assert cost["gpu_hours_per_update"] == pytest.approx(3.5 / 3)
+    assert cost["dollars"] is None, "the evaluation group has no price"
+    assert cost["groups"]["fast"] == {"gpu_hours": 2.0, "dollars": 8.0}
+    priced = summary_of([record(1, **costs, **unpriced, **{"group/eval/dollars": 0.5})])["cost"]
+    assert (priced["dollars"], priced["dollars_per_update"]) == (10.0, 10.0)
+    assert cost_sentence(priced) == (
+        "samplers: 3.500 accelerator-hours, 3.50000 per update; 10.00 $, 10.0000 $ per update"
+    )
+    assert cost_sentence(summary_of([])["cost"]).startswith("samplers: 0 accelerator-hours; no")
+
+
+def test_runs_are_compared_by_what_they_learned_and_cost(tmp_path, capsys):
+    prices = {
+        f"group/{g}/{k}": 1.0 for g in ("fast", "slow", "eval") for k in ("gpu_hours", "dollars")
+    }
+    for name, dollars in (("homogeneous", 2.0), ("mixed", 1.0)):
+        records = [record(1, **prices | {"group/fast/dollars": dollars})]
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, records, after=evaluation(0.5))
+    console = Console(width=160, force_terminal=False)
+    compare_runs([tmp_path / "homogeneous", tmp_path / "mixed"], console)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-2:] for line in lines if "homogeneous" in line or "mixed" in line] == [
+        ["1.00", "│"],
+        ["0.75", "│"],
+    ]
+    with pytest.raises(BadInputError, match=r"expected summary\.json, found none"):
+        compare_runs([tmp_path], console)
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(BadInputError, match="expected the summary of a run"):
+        compare_runs([tmp_path], console)
 
 
 def write_run(directory, records, **evaluations):

@@ -35,7 +35,7 @@ def logp(model, *segments, cache=None, num_slots=8):
     """Log-probs of every token of every segment; the cache is new unless given."""
     with torch.inference_mode():
         cache = cache or model.new_cache(num_slots=num_slots, max_context=160)
-        batch = StepBatch.of(segments, cache)
+        batch = StepBatch.of(segments)
         rows = model.logits(model.hidden_states(batch, cache)).log_softmax(-1)
         ends = batch.last_rows + 1
         return [rows[end - len(s.tokens) : end] for end, s in zip(ends, segments, strict=True)]
@@ -62,7 +62,7 @@ def test_equals_transformers_in_float32(tmp_path, changes):
     peer = Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert isinstance(peer.config, Qwen3MoeConfig)
     model = Qwen3Moe(Checkpoint.read(tmp_path, manifest), EXACT)
-    for length in (140, 11):  # experts one by one over their tokens, and all over all
+    for length in (140, 11):
         tokens = tokens_of(length, length)
         with torch.inference_mode():
             expected = peer(torch.tensor(tokens)[None]).logits[0].float().log_softmax(-1)

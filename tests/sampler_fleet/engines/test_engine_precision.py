@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from numba import njit
 
 from contracts.errors import BadInputError
 from contracts.types import KvFormat, WeightFormat
+from sampler_fleet.engines import kernels
 from sampler_fleet.engines.precision import (
     ActivationFormat,
     KvCache,
@@ -17,8 +19,6 @@ from sampler_fleet.engines.precision import (
     decode_nvfp4,
     quantize_fp8,
     quantize_nvfp4,
-    round_e2m1,
-    round_e4m3,
 )
 from tests.sampler_fleet.engines.engine_checkpoints import (
     E2M1,
@@ -59,21 +59,58 @@ def test_nvfp4_decoder_equals_a_slow_one():
             assert found[row, column] == value * e4m3_slow(int(scale_bytes[row, column // 16]))
 
 
+@njit
+def apply(function, x):
+    return np.array([function(value) for value in x])
+
+
 def test_round_e4m3_is_the_nearest_value_with_ties_to_even():
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     x = every[every.abs() <= 464]
     ties = torch.tensor(sorted(E4M3))
     x = torch.cat([x, (ties[1:] + ties[:-1]) / 2, random(4096, scale=0.01) * 1.0001])
-    assert torch.equal(round_e4m3(x), x.to(torch.float8_e4m3fn).float())
-    assert round_e4m3(torch.tensor([1e4, -1e4])).tolist() == [448, -448]
+    expected = x.to(torch.float8_e4m3fn)
+    assert (apply(kernels.round_e4m3, x.numpy()) == expected.float().numpy()).all()
+    assert (apply(kernels.code_e4m3, x.numpy()) == expected.view(torch.uint8).numpy()).all()
+    beyond = np.float32([1e4, -1e4, np.inf, np.nan])
+    assert apply(kernels.round_e4m3, beyond)[:3].tolist() == [448, -448, 448]
+    assert np.isnan(apply(kernels.round_e4m3, beyond)[3])
+    assert apply(kernels.code_e4m3, beyond).tolist() == [0x7E, 0xFE, 0x7E, 0x7F]
 
 
 def test_round_e2m1_is_the_nearest_value_with_ties_to_even():
-    for value in np.arange(-8, 8.001, 1 / 64):
-        found = round_e2m1(torch.tensor([value])).item()
+    x = np.arange(-8, 8.001, 1 / 64, dtype=np.float32)
+    for value, found in zip(x, apply(kernels.round_e2m1, x), strict=True):
         nearest = min(range(8), key=lambda i: (abs(E2M1[i] - min(abs(value), 6)), i % 2))
         assert abs(found) == E2M1[nearest]
         assert found * value >= 0
+
+
+def test_round_bf16_is_the_nearest_value_with_ties_to_even():
+    step = 2.0**-8
+    x = np.float32([1 + step * i / 2 for i in range(9)] + [-3e38, 1e-40, -np.inf, np.nan])
+
+    @njit
+    def rounded(x, exact):
+        return np.array([kernels.round_bf16(value, exact) for value in x])
+
+    expected = torch.from_numpy(x).bfloat16().float().numpy()
+    np.testing.assert_array_equal(rounded(x, False), expected)
+    np.testing.assert_array_equal(rounded(x, True), x)
+
+
+def test_exp_is_right_to_a_few_units_in_the_last_place():
+    x = np.linspace(-87, 88, 100_001, dtype=np.float32)
+    found = apply(kernels.exp, x)
+    np.testing.assert_allclose(found, np.exp(x.astype(np.float64)), rtol=2e-7)
+    assert found.dtype == np.float32
+    ends = apply(kernels.exp, np.float32([0, -1e30, -np.inf, np.nan]))
+    assert ends[0] == 1
+    assert 0 <= ends[1] == ends[2] < 1e-37
+    assert np.isnan(ends[3])
+
+
+EXACT = {split_k: Precision(split_k=split_k, exact=True) for split_k in (1, 2, 4)}
 
 
 def weight_of(format: WeightFormat, w: torch.Tensor) -> tuple[Weight, torch.Tensor]:
@@ -106,16 +143,29 @@ def weight_of(format: WeightFormat, w: torch.Tensor) -> tuple[Weight, torch.Tens
 def test_products_equal_float64(format, split_k, size):
     """Fused outputs that end inside a scale block, reductions that do too."""
     parts = [weight_of(format, random(rows, size, seed=rows, scale=0.1)) for rows in (24, 40)]
-    linear = Linear.of([weight for weight, _ in parts], Precision(split_k=split_k))
+    linear = Linear.of([weight for weight, _ in parts], EXACT[split_k])
     x = random(5, size)
     expected = x.double() @ torch.cat([full for _, full in parts]).T
     assert (linear(x) - expected).abs().max() < 1e-4 * expected.abs().max()
-    again = linear.outputs(24, 64)(x)
-    assert torch.allclose(again, linear(x)[:, 24:], atol=1e-5)
-    stacked = Linear.stack([linear, linear])
-    both = stacked(torch.stack([x, 2 * x]))
-    assert torch.allclose(both[1], 2 * linear(x), rtol=1e-4, atol=1e-5)
-    assert torch.allclose(stacked.item(1)(x), linear(x), atol=1e-5)
+    other = Linear.of([weight_of(format, random(64, size, seed=9))[0]], EXACT[split_k])
+    idle = Linear.of([weight_of(format, random(64, size, seed=8))[0]], EXACT[split_k])
+    stacked = Linear.stack([linear, idle, other])
+    rows, bounds = np.array([4, 0, 1, 0]), np.array([0, 1, 1, 4])
+    both = stacked(x, rows=rows, bounds=bounds)
+    assert torch.allclose(both[:1], linear(x[4:]), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(both[1:], other(x[[0, 1, 0]]), rtol=1e-4, atol=1e-5)
+    sorted_already = stacked(x[rows], bounds=bounds)
+    assert torch.allclose(both, sorted_already, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", list(WeightFormat))
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_products_are_rounded_to_bf16_once(format, split_k):
+    weight, _ = weight_of(format, random(40, 320, seed=1, scale=0.1))
+    x = random(5, 320)
+    exact = Linear.of([weight], EXACT[split_k])(x)
+    rounded = Linear.of([weight], Precision(split_k=split_k))(x)
+    assert torch.equal(rounded, exact.bfloat16().float())
 
 
 @pytest.mark.parametrize(
@@ -129,7 +179,7 @@ def test_products_equal_float64(format, split_k, size):
 @pytest.mark.parametrize("size", [96, 320])
 def test_products_with_quantized_activations(format, activation_format, split_k, size):
     weight, full = weight_of(format, random(40, size, seed=1, scale=0.1))
-    precision = Precision(split_k=split_k, activation_format=activation_format)
+    precision = Precision(split_k=split_k, activation_format=activation_format, exact=True)
     linear = Linear.of([weight], precision)
     x = random(7, size) * torch.logspace(-3, 2, 7).unsqueeze(-1)
     x[3] = 0
@@ -148,8 +198,9 @@ def test_products_with_quantized_activations(format, activation_format, split_k,
     expected = meant @ full.T
     error = (linear(x) - expected).abs().amax(-1)
     assert (error <= 1e-5 * expected.abs().amax(-1) + 1e-12).all()
-    stacked = Linear.stack([linear, linear])(torch.stack([x, x]))
-    assert torch.allclose(stacked[1], linear(x), rtol=1e-5, atol=1e-6)
+    rows, bounds = np.array([2, 6, 2]), np.array([0, 1, 3])
+    stacked = Linear.stack([linear, linear])(x, rows=rows, bounds=bounds)
+    assert torch.allclose(stacked, linear(x[rows]), rtol=1e-5, atol=1e-6)
 
 
 def test_nvfp4_activations_use_a_scale_per_block_of_sixteen():
@@ -191,10 +242,10 @@ def test_fp8_cache_gives_back_every_value():
         head_dim=len(E4M3),
         precision=Precision(kv_format=KvFormat.FP8),
     )
-    row, position = torch.tensor([3]), torch.tensor([2])
-    cache.write(0, row, position, torch.tensor(E4M3).view(1, 1, -1))
-    found = cache.read(0, row, 3) * cache.read_scale
-    assert found[0, 0, 2].tolist() == E4M3
-    assert not found[0, 0, :2].any()
-    cache.write(0, row, position, torch.full((1, 1, len(E4M3)), -1e6))
-    assert (cache.read(0, row, 3)[0, 0, 2] * cache.read_scale == -448).all()
+    for value in (torch.tensor(E4M3), torch.full((len(E4M3),), -448.0)):
+        cache.data[0, 3, 0, 2] = value.to(torch.float8_e4m3fn)
+        found = cache.read(0, 3, 3)
+        assert found[0, 2].tolist() == value.tolist()
+        assert not found[0, :2].any()
+    cache.data[0, 3, 0, 1] = float("nan")
+    assert cache.read(0, 3, 3)[0, 1].isnan().all()

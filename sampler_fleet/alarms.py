@@ -1,0 +1,36 @@
+"""What is wrong with the fleet now, in sentences.
+
+Owns the rules. Pure: reads what it is given, remembers nothing. What is wrong with training is the
+trainer's to say: its alarms come with its reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from sampler_fleet.config import FleetConfig
+from sampler_fleet.registry import Sampler, SamplerPhase
+
+MAX_LAG = 8  # versions; a sampler that is further behind can't keep up with the trainer
+
+
+def fleet_alarms(
+    config: FleetConfig,
+    samplers: Iterable[Sampler],
+    targets: Mapping[str, int],
+    *,
+    newest_version: int,
+) -> Iterator[str]:
+    """Groups that serve nothing though they should, and samplers that fall behind.
+
+    `targets` holds the samplers each group is to have; a group that is not named has the run
+    file's. `newest_version` is the newest that the trainer or any sampler is known to have.
+    """
+    ready = [s for s in samplers if s.phase == SamplerPhase.READY]
+    for group in config.groups:
+        num = targets.get(group.name, group.samplers)
+        if num and not any(s.info.group == group.name for s in ready):
+            yield f"group {group.name}: none of its {num} samplers is ready"
+    for sampler in ready:
+        if (lag := newest_version - sampler.version) > MAX_LAG:
+            yield f"sampler {sampler.sampler_id}: {lag} versions behind"
