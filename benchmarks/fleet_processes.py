@@ -53,6 +53,7 @@ PROMPT, REPLY = 512, 256  # tokens of an episode
 IN_FLIGHT = 256
 STREAMS = 200
 GROUP_SIZE = 8
+GROUPS_AHEAD = 16  # of the trainer: what it is given at the end was not made long before
 TIMEOUT_S = 120.0
 
 
@@ -152,7 +153,7 @@ async def _serve(orders: Connection, folder: Path) -> None:
         return one_turn(fleet, task, session_id=session_id)
 
     producer = Producer(
-        EpisodesConfig(group_size=GROUP_SIZE, max_concurrent=IN_FLIGHT, queue_groups=64),
+        EpisodesConfig(group_size=GROUP_SIZE, max_concurrent=IN_FLIGHT, queue_groups=GROUPS_AHEAD),
         tasks={"train": [task], "heldout": []},
         sampling=SamplingParams(),
         run_episode=run_episode,
@@ -172,6 +173,8 @@ async def _serve(orders: Connection, folder: Path) -> None:
                 orders.send(sum(len(fleet.registry.ready(group)) for group in SHARES))
             case ("cpu",):
                 orders.send(time.process_time())
+            case ("tokens",):
+                orders.send(fleet.num_tokens.total())
             case ("sessions", num):
                 orders.send(await timed(_sessions(fleet, num)))
             case ("produce",):

@@ -285,6 +285,8 @@ def sampler_to_pb(info: SamplerInfo) -> fleet_pb2.Register:
 
 def switch_to_pb(switch: Switch) -> fleet_pb2.Switch:
     return fleet_pb2.Switch(
+        version=switch.version,
+        weights_checksum=switch.weights_checksum,
         base_version=switch.base_version,
         num_bytes=switch.num_bytes,
         fetch_seconds=switch.fetch_s,
@@ -297,6 +299,8 @@ def switch_to_pb(switch: Switch) -> fleet_pb2.Switch:
 
 def switch_from_pb(message: fleet_pb2.Switch) -> Switch:
     return Switch(
+        version=message.version,
+        weights_checksum=message.weights_checksum,
         base_version=message.base_version,
         num_bytes=message.num_bytes,
         fetch_s=message.fetch_seconds,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 EXIT_DIRTY = 3  # of a process that is to be replaced
+LONGEST_NAME = 200
 _LONGEST = 400  # of what a peer gave, in a sentence
 
 
@@ -47,6 +48,16 @@ class DirtyProcessError(RuntimeError):
 
 class AuthError(PermissionError):
     """The token is missing, wrong, or not for this call."""
+
+
+def check_name(rule: str, name: str) -> None:
+    """Refuses a name from a peer that is empty, long, or could not stand in a log line."""
+    if not (1 <= len(name) <= LONGEST_NAME and name.isprintable()):
+        raise BadInputError(
+            rule,
+            expected=f"a name of 1 to {LONGEST_NAME} printable characters",
+            found=name or "none",
+        )
 
 
 def _sentence(error: OSError) -> str:

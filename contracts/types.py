@@ -355,8 +355,12 @@ class Fetched:
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """What it took a sampler to switch to the version it has."""
+    """What it took a sampler to switch to a version.
 
+    `weights_checksum` is of what its engine holds since; those of one group agree. "": not known.
+    """
+
+    version: int
     base_version: int
     num_bytes: int
     fetch_s: float
@@ -364,6 +368,7 @@ class Switch:
     verify_s: float
     load_s: float  # into the engine, while it decodes
     pause_s: float  # of decoding
+    weights_checksum: str = ""
 
 
 def check_completion(completion: Completion, *, sampler_id: str, truncates: bool) -> None:

@@ -30,9 +30,13 @@ from sampler_fleet.process import die_with_parent, run_until_stopped, write_port
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sampler_fleet.config import FleetConfig, GroupConfig
+    from sampler_fleet.config import FleetConfig, GroupConfig, Settings
     from sampler_fleet.engines.base import Engine
+    from sampler_fleet.episodes.sandbox import SandboxPool
+    from sampler_fleet.fleet import Fleet
+    from sampler_fleet.producer import Producer
     from sampler_fleet.providers.base import Provider
+    from sampler_fleet.spool import Spool
 
 log = logging.getLogger(__name__)
 
@@ -113,45 +117,23 @@ async def _serve(  # noqa: PLR0913 (a command line)
 ) -> None:
     from contracts.rpc import start_server
     from sampler_fleet.config import read_settings
-    from sampler_fleet.episodes.agent import run_episode
-    from sampler_fleet.episodes.chat import ChatFormat
-    from sampler_fleet.episodes.grading import Grader
     from sampler_fleet.episodes.sandbox import SandboxPool
-    from sampler_fleet.episodes.tasks import generate_tasks
     from sampler_fleet.fingerprint import identify_checkpoint
     from sampler_fleet.fleet import Fleet
     from sampler_fleet.gateway import FleetServicer, add_services
     from sampler_fleet.metering import Metering
-    from sampler_fleet.producer import Producer
     from sampler_fleet.spool import Spool
     from sampler_fleet.web.app import serving_page
 
     settings = read_settings(config)
-    episodes, tasks = settings.episodes, settings.tasks
+    episodes = settings.episodes
     metering = Metering(settings.fleet, time.time(), state_dir / "cost.json")
     fleet = Fleet(settings.fleet, identify_checkpoint(checkpoint), metering=metering)
     most = episodes.max_concurrent + episodes.max_concurrent_evaluation
     sandboxes = SandboxPool(episodes.num_sandboxes or most, episodes.sandbox)
     examination_rooms = SandboxPool(episodes.num_graders, episodes.sandbox)
-    producer = Producer(
-        episodes,
-        tasks={
-            "train": generate_tasks("train", tasks.num_train, tasks.seed),
-            "heldout": generate_tasks("heldout", tasks.num_heldout, tasks.seed),
-        },
-        sampling=settings.sampling.params(),
-        run_episode=functools.partial(
-            run_episode,
-            generator=fleet,
-            chat=ChatFormat.load(checkpoint),
-            sandboxes=sandboxes,
-            grader=Grader(examination_rooms, episodes.grading),
-            limits=episodes.limits,
-        ),
-        open_session=fleet.session,
-        spool=(spool := Spool(state_dir / "groups.sqlite")),
-        seed=tasks.seed,
-    )
+    spool = Spool(state_dir / "groups.sqlite")
+    producer = _producer(settings, checkpoint, fleet, sandboxes, examination_rooms, spool)
     try:
         server, port = await start_server(
             listen,
@@ -180,6 +162,42 @@ async def _serve(  # noqa: PLR0913 (a command line)
         await sandboxes.close()
         await examination_rooms.close()
         spool.close()
+
+
+def _producer(
+    settings: Settings,
+    checkpoint: Path,
+    fleet: Fleet,
+    sandboxes: SandboxPool,
+    examination_rooms: SandboxPool,
+    spool: Spool,
+) -> Producer:
+    from sampler_fleet.episodes.agent import run_episode
+    from sampler_fleet.episodes.chat import ChatFormat
+    from sampler_fleet.episodes.grading import Grader
+    from sampler_fleet.episodes.tasks import generate_tasks
+    from sampler_fleet.producer import Producer
+
+    episodes, tasks = settings.episodes, settings.tasks
+    return Producer(
+        episodes,
+        tasks={
+            "train": generate_tasks("train", tasks.num_train, tasks.seed),
+            "heldout": generate_tasks("heldout", tasks.num_heldout, tasks.seed),
+        },
+        sampling=settings.sampling.params(),
+        run_episode=functools.partial(
+            run_episode,
+            generator=fleet,
+            chat=ChatFormat.load(checkpoint),
+            sandboxes=sandboxes,
+            grader=Grader(examination_rooms, episodes.grading),
+            limits=episodes.limits,
+        ),
+        open_session=fleet.session,
+        spool=spool,
+        seed=tasks.seed,
+    )
 
 
 async def _first_failure(*jobs) -> None:

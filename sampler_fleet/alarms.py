@@ -34,3 +34,12 @@ def fleet_alarms(
     for sampler in ready:
         if (lag := newest_version - sampler.version) > MAX_LAG:
             yield f"sampler {sampler.sampler_id}: {lag} versions behind"
+    held: dict[tuple[str, int], dict[str, str]] = {}  # (group, version) -> checksum -> a sampler
+    for sampler in ready:
+        switch = sampler.switch
+        if switch and switch.weights_checksum and switch.version == sampler.version:
+            key = (sampler.info.group, sampler.version)
+            held.setdefault(key, {}).setdefault(switch.weights_checksum, sampler.sampler_id)
+    for (group, version), samplers_by_checksum in held.items():
+        if len(names := sorted(samplers_by_checksum.values())) > 1:
+            yield f"group {group}: {' and '.join(names)} hold other weights under version {version}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from contracts.errors import BadInputError, DirtyProcessError, RetryError
+from contracts.errors import BadInputError, DirtyProcessError, RetryError, check_name
 from contracts.types import (
     CandidateSets,
     Completion,
@@ -30,6 +31,7 @@ from contracts.types import (
     Switch,
     check_completion,
 )
+from sampler_fleet.awake import AwakeClock
 from sampler_fleet.config import FleetConfig
 from sampler_fleet.cost import Cost
 from sampler_fleet.engines.base import EngineLoad
@@ -80,6 +82,9 @@ class Fleet:
         self._vocab_size = identity.vocab_size
         self._clock = clock
         self._clock_utc = clock_utc
+        # of the samplers' silence; `keep_leases` reads it twice a heartbeat
+        self._awake = AwakeClock(clock, longest_s=config.heartbeat_seconds)
+        self._serials = itertools.count()
         self._started = clock()
         self._links: dict[str, Link] = {}
         self._change = asyncio.Event()
@@ -90,7 +95,7 @@ class Fleet:
 
     def join(self, info: SamplerInfo) -> Link:
         """Admits a sampler; raises as `Registry.register` does."""
-        self.registry.register(info, self._clock())
+        self.registry.register(info, self._awake())
         link = self._links[info.sampler_id] = Link(info.sampler_id)
         log.info("sampler %s joined %s with version %d", link.sampler_id, info.group, info.version)
         self._members_changed()
@@ -110,13 +115,15 @@ class Fleet:
     ) -> None:
         known = self.registry.get(link.sampler_id)
         self.registry.heartbeat(
-            link.sampler_id, version=version, load=load, now=self._clock(), switch=switch
+            link.sampler_id, version=version, load=load, now=self._awake(), switch=switch
         )
         if known and (
             known.version != version
             or load.kv_used_fraction < self.config.kv_limit <= known.load.kv_used_fraction
         ):
             self._notify()
+        if known and known.switch != switch and (odd := self.registry.odd_weights(link.sampler_id)):
+            self.expel(link, "weights_refused", DirtyProcessError(odd))
 
     def drain(self, sampler_id: str, reason: str) -> None:
         """No new turns for a sampler; it leaves when it has finished what runs."""
@@ -128,6 +135,8 @@ class Fleet:
 
     def expel(self, link: Link, counter: str, error: Exception) -> None:
         """Ends the stream of a sampler that can't be believed; its process is to be replaced."""
+        if link.closed:  # another of its turns said so
+            return
         self.counters[counter] += 1
         log.error("sampler %s expelled (%s): %s", link.sampler_id, counter, error)
         link.close(DirtyProcessError(str(error)), last=Expel(reason=str(error)))
@@ -144,7 +153,7 @@ class Fleet:
         while True:
             await asyncio.sleep(self.config.heartbeat_seconds / 2)
             now = self._clock()
-            for sampler_id in self.registry.expire(now):
+            for sampler_id in self.registry.expire(self._awake()):
                 self.counters["leases_expired"] += 1
                 log.warning("sampler %s lost: no heartbeat", sampler_id)
                 if link := self._links.get(sampler_id):
@@ -258,7 +267,7 @@ class Fleet:
             RetryError: nobody in its group could finish it in time.
         """
         self._check_request(request)
-        turn = Turn(request)
+        turn = Turn(request, self._serials)
         for _ in range(self.config.max_failovers + 1):
             route = await self._route(request)
             link = self._links[route.sampler_id]
@@ -308,6 +317,8 @@ class Fleet:
         self._notify()  # a place is free
 
     def _check_request(self, request: GenerateRequest) -> None:
+        check_name("request id", request.request_id)
+        check_name("session id", request.session_id)
         tokens = request.tokens
         if not len(tokens) or int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
             raise BadInputError(
@@ -360,13 +371,7 @@ class Fleet:
         sampler first. Tokens of a chunk that was refused are not kept.
         """
         while True:
-            try:
-                async with asyncio.timeout(self.config.stall_seconds):
-                    item = await inbox.get()
-            except TimeoutError:
-                error = RetryError(f"no token for {self.config.stall_seconds:g} s")
-                self.expel(link, "samplers_stalled", error)
-                raise SamplerGoneError(f"sampler {link.sampler_id}: {error}") from None
+            item = await self._next_item(link, inbox)
             if isinstance(item, Exception):
                 raise item
             try:
@@ -382,6 +387,20 @@ class Fleet:
             yield item
             if item.finish_reason is not None:
                 return
+
+    async def _next_item(
+        self, link: Link, inbox: asyncio.Queue[Completion | Exception]
+    ) -> Completion | Exception:
+        """What the sampler sends next; its silence expels it, and raises SamplerGoneError."""
+        stall_s = self.config.stall_seconds
+        deadline = self._awake() + stall_s
+        while (left := deadline - self._awake()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    return await inbox.get()
+        error = RetryError(f"no token for {stall_s:g} s")
+        self.expel(link, "samplers_stalled", error)
+        raise SamplerGoneError(f"sampler {link.sampler_id}: {error}")
 
     def _check_record(self, completion: Completion, sampler_id: str, turn: Turn) -> None:
         check_completion(completion, sampler_id=sampler_id, truncates=turn.truncates)

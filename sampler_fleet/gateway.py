@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from contracts import codec
-from contracts.errors import BadInputError, DirtyProcessError, RetryError
+from contracts.errors import BadInputError, DirtyProcessError, RetryError, shown
 from contracts.pb import fleet_pb2, fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from contracts.rpc import answering
 from contracts.types import GenerateRequest, Purpose, Switch
@@ -144,7 +144,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
                 )
             case "failed":
                 failed = message.failed
-                rule = f"sampler {link.sampler_id} could not finish: {failed.reason}"
+                rule = f"sampler {link.sampler_id} could not finish: {shown(failed.reason)}"
                 error = (
                     BadInputError(
                         f"request {failed.request_id}",
@@ -156,7 +156,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
                 )
                 link.deliver(failed.request_id, error)
             case "leaving":
-                self._fleet.drain(link.sampler_id, message.leaving.reason)
+                self._fleet.drain(link.sampler_id, shown(message.leaving.reason))
             case other:
                 raise BadInputError(
                     f"message from sampler {link.sampler_id}",

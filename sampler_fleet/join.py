@@ -198,6 +198,8 @@ class SamplerAgent:
                 continue
             attempt = 0
             self.switch = Switch(
+                version=manifest.version,
+                weights_checksum=self.engine.weights_checksum,
                 base_version=fetched.base_version,
                 num_bytes=fetched.num_bytes,
                 fetch_s=fetched.fetch_s,

@@ -104,8 +104,10 @@ class Link:
 class Turn:
     """One reply as it grows, over the samplers that contribute to it."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, serials: Iterator[int]) -> None:
+        """`serials` are numbers that no other request of this gateway gets."""
         self._request = request
+        self._serials = serials
         self._tokens = [request.tokens]
         self._num_attempts = 0
         self.num_sampled = 0
@@ -117,7 +119,8 @@ class Turn:
         return self._request.sampling.max_new_tokens - self.num_sampled
 
     def next_request(self) -> GenerateRequest:
-        """The request that continues the grown buffer, under an id of its own.
+        """The request that continues the grown buffer, under an id of its own: a client may ask
+        again under one whose chunks are still on the way.
 
         Its seed differs, so that a continuation doesn't draw with the numbers already used.
         """
@@ -126,7 +129,7 @@ class Turn:
         sampling = self._request.sampling
         return dataclasses.replace(
             self._request,
-            request_id=f"{self._request.request_id}~{attempt}",
+            request_id=f"{self._request.request_id}~{next(self._serials)}",
             tokens=np.concatenate(self._tokens) if self.num_sampled else self._request.tokens,
             sampling=dataclasses.replace(
                 sampling,

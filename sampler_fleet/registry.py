@@ -8,10 +8,11 @@ rebuilt by the samplers that register again.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from contracts.errors import BadInputError, ConflictError
+from contracts.errors import BadInputError, ConflictError, check_name
 from contracts.types import PROTOCOL_VERSION, SamplerInfo, Switch
 from sampler_fleet.config import GroupConfig
 from sampler_fleet.engines.base import EngineLoad
@@ -63,6 +64,7 @@ class Registry:
         self._lease_seconds = lease_seconds
         self._samplers: dict[str, dict[str, Sampler]] = {name: {} for name in self._groups}
         self._group_of: dict[str, str] = {}
+        self._ready: dict[str, list[Sampler]] = {}  # by group, until one of its samplers changes
 
     def __iter__(self) -> Iterator[Sampler]:
         for samplers in self._samplers.values():
@@ -73,8 +75,12 @@ class Registry:
         return self._samplers[group][sampler_id] if group else None
 
     def ready(self, group: str) -> list[Sampler]:
-        """Samplers of a group that take turns now."""
-        return [s for s in self._samplers[group].values() if s.phase == SamplerPhase.READY]
+        """Samplers of a group that take turns now: the same list until one of the group changes."""
+        ready = self._ready.get(group)
+        if ready is None:
+            ready = [s for s in self._samplers[group].values() if s.phase == SamplerPhase.READY]
+            self._ready[group] = ready
+        return ready
 
     def register(self, info: SamplerInfo, now: float) -> Sampler:
         """Admits a sampler, or one that comes back.
@@ -93,6 +99,7 @@ class Registry:
             )
         if known:
             del self._samplers[known.info.group][info.sampler_id]
+            self._ready.pop(known.info.group, None)
         return self._put(
             Sampler(
                 info=info,
@@ -127,6 +134,27 @@ class Registry:
                 )
             )
 
+    def odd_weights(self, sampler_id: str) -> str:
+        """What is wrong with the weights a sampler holds, in the light of the others of its group
+        that have its version; "" when nothing is known to be.
+
+        Two that agree convict a third. Of two that differ, nobody knows which is right.
+        """
+        sampler = self.get(sampler_id)
+        mine = _checksum(sampler) if sampler else ""
+        if sampler is None or not mine:
+            return ""
+        theirs = Counter(
+            checksum
+            for other in self._samplers[sampler.info.group].values()
+            if other.phase != SamplerPhase.LOST and other.version == sampler.version
+            if (checksum := _checksum(other))
+        )
+        (most, num), *_ = theirs.most_common(1)
+        if most == mine or num < 2 or num <= theirs[mine]:
+            return ""
+        return f"version {sampler.version} has checksum {mine}, in {num} others of its group {most}"
+
     def drain(self, sampler_id: str, reason: str) -> None:
         """No new turns for it. BadInputError when there is no such live sampler."""
         sampler = self.get(sampler_id)
@@ -153,12 +181,13 @@ class Registry:
 
     def _put(self, sampler: Sampler) -> Sampler:
         self._samplers[sampler.info.group][sampler.sampler_id] = sampler
+        self._ready.pop(sampler.info.group, None)
         self._group_of[sampler.sampler_id] = sampler.info.group
         return sampler
 
     def _check(self, info: SamplerInfo) -> None:
-        if not info.sampler_id:
-            raise BadInputError("sampler id", expected="a name", found="nothing")
+        check_name("sampler id", info.sampler_id)
+        check_name(f"sampler {info.sampler_id}, accelerator", info.accelerator)
         rule = f"sampler {info.sampler_id}"
         if info.protocol_version != PROTOCOL_VERSION:
             raise BadInputError(
@@ -189,6 +218,12 @@ class Registry:
                 raise BadInputError(
                     f"{rule} of group {info.group}, {field}", expected=expected, found=found
                 )
+
+
+def _checksum(sampler: Sampler) -> str:
+    """Of the weights it holds, if it told that of the version it has."""
+    switch = sampler.switch
+    return switch.weights_checksum if switch and switch.version == sampler.version else ""
 
 
 def _tracked(sampler: Sampler, load: EngineLoad) -> float:

@@ -11,12 +11,16 @@ Mathematics 32, 1980) never differs by more than 1 - 1/(2k - 2) with k groups.
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from contracts.types import Purpose
-from sampler_fleet.registry import Registry, Sampler
+from sampler_fleet.registry import Registry, Sampler, SamplerPhase
+
+MAX_ENTRIES = 8  # of a ranking, per sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,65 +60,92 @@ def pick_group(
     return chosen, after
 
 
-def least_loaded(samplers: Sequence[Sampler], num_sessions: Mapping[str, int]) -> Sampler:
-    """The sampler with the smallest part of its sessions taken; ties by what runs, then by id."""
-    return min(
-        samplers,
-        key=lambda s: (
-            num_sessions.get(s.sampler_id, 0) / s.info.max_sessions,
-            s.load.num_running,
-            s.sampler_id,
-        ),
-    )
+class Ranking:
+    """The ready samplers of a group, least loaded first, as sessions come and go.
 
+    The smallest part of its sessions taken comes first; ties go by what runs, then by id. A heap
+    holds an entry for every load a sampler has had since; what is out of date is dropped when it
+    surfaces.
+    """
 
-def _has_room(sampler: Sampler, num_sessions: int, kv_limit: float) -> bool:
-    if num_sessions == 0:  # what fills its cache is of no session's: it will be evicted
-        return True
-    return num_sessions < sampler.info.max_sessions and sampler.load.kv_used_fraction < kv_limit
+    def __init__(self, samplers: Sequence[Sampler], num_sessions: Mapping[str, int]) -> None:
+        """`num_sessions` is by sampler and changes; `changed` is to be told."""
+        self.samplers = samplers
+        self._by_id = {sampler.sampler_id: sampler for sampler in samplers}
+        self._num_sessions = num_sessions
+        self._heap: list[tuple[float, int, str]] = []
+        self._rebuild()
+
+    def changed(self, sampler_id: str) -> None:
+        """Its number of sessions is another one."""
+        sampler = self._by_id.get(sampler_id)
+        if sampler is None:
+            return
+        heapq.heappush(self._heap, self._entry(sampler))
+        if len(self._heap) > MAX_ENTRIES * len(self.samplers):
+            self._rebuild()
+
+    def first(
+        self, *, min_version: int, kv_limit: float = math.inf, room: bool = False
+    ) -> Sampler | None:
+        """The least loaded sampler of that version or newer; with `room`, one with room for another
+        session: fewer than it serves well, and less of its KV cache in use than `kv_limit`."""
+        passed = []
+        found = None
+        while self._heap and found is None:
+            entry = self._heap[0]
+            sampler = self._by_id[entry[2]]
+            if entry != self._entry(sampler):
+                heapq.heappop(self._heap)
+            elif room and entry[0] >= 1:  # so are all that follow
+                break
+            elif sampler.version < min_version or (
+                # where nobody is, what fills the cache is of no session's: it will be evicted
+                room and entry[0] > 0 and sampler.load.kv_used_fraction >= kv_limit
+            ):
+                passed.append(heapq.heappop(self._heap))
+            else:
+                found = sampler
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found
+
+    def _entry(self, sampler: Sampler) -> tuple[float, int, str]:
+        sampler_id = sampler.info.sampler_id
+        taken = self._num_sessions.get(sampler_id, 0) / sampler.info.max_sessions
+        return taken, sampler.load.num_running, sampler_id
+
+    def _rebuild(self) -> None:
+        self._heap = [self._entry(sampler) for sampler in self.samplers]
+        heapq.heapify(self._heap)
 
 
 def decide(
     *,
     held: Route | None,
-    ready: Mapping[str, Sequence[Sampler]],
-    num_sessions: Mapping[str, int],
+    best: Mapping[str, Sampler | None],
     shares: Mapping[str, float],
     credit: Mapping[str, float],
-    kv_limit: float = 1.0,
 ) -> tuple[Route | Wait, Mapping[str, float]]:
     """Where a session's next turn runs, and the groups' credit after that.
 
-    `held` is the place the session has, None for a new one. `ready` holds per group the samplers
-    that may serve the turn: ready, and new enough. A new session needs a sampler with room: fewer
-    sessions than it serves well, and less of its KV cache in use than `kv_limit`. One that has a
-    place is served in any case: what it has made so far must not be lost.
+    `held` is the place the session has, None for a new one. `best` holds for each group with a
+    sampler that is ready, and new enough, the one that would serve the turn; None where it has no
+    room for a new session. One that has a place is served in any case: what it has made so far must
+    not be lost.
     """
     if held is not None:
-        samplers = ready.get(held.group, ())
-        if any(sampler.sampler_id == held.sampler_id for sampler in samplers):
-            return held, credit
-        if not samplers:
+        chosen = best.get(held.group)
+        if chosen is None:
             return Wait(reason=f"no sampler of group {held.group} is ready"), credit
-        chosen = least_loaded(samplers, num_sessions)
         return Route(group=held.group, sampler_id=chosen.sampler_id), credit
-    if not any(ready.get(group) for group in shares):
+    if not best:
         return Wait(reason=f"none of the groups {', '.join(shares)} has a ready sampler"), credit
-    roomy = {
-        group: [
-            s
-            for s in ready.get(group, ())
-            if _has_room(s, num_sessions.get(s.sampler_id, 0), kv_limit)
-        ]
-        for group, share in shares.items()
-        if share
-    }
-    available = [group for group, samplers in roomy.items() if samplers]
-    if not available:
+    roomy = {group: sampler for group, sampler in best.items() if sampler and shares[group]}
+    if not roomy:
         return Wait(reason="every place is taken", is_full=True), credit
-    group, after = pick_group(credit, shares, available)
-    chosen = least_loaded(roomy[group], num_sessions)
-    return Route(group=group, sampler_id=chosen.sampler_id), after
+    group, after = pick_group(credit, shares, roomy)
+    return Route(group=group, sampler_id=roomy[group].sampler_id), after
 
 
 class Router:
@@ -128,6 +159,7 @@ class Router:
         self._credit: dict[Purpose, Mapping[str, float]] = {purpose: {} for purpose in shares}
         self._places: dict[str, Route] = {}
         self._used_at: dict[str, float] = {}
+        self._rankings: dict[str, Ranking] = {}  # by group
         self.num_sessions: Counter[str] = Counter()  # by sampler, now
         self.num_routed: Counter[str] = Counter()  # sessions by group, ever
 
@@ -147,14 +179,13 @@ class Router:
         held = self._places.get(session_id)
         decision, credit = decide(
             held=held,
-            ready={
-                group: [s for s in registry.ready(group) if s.version >= min_version]
-                for group in ((held.group,) if held else shares)
-            },
-            num_sessions=self.num_sessions,
+            best=(
+                self._best_again(held, registry, min_version)
+                if held
+                else self._best(shares, registry, min_version)
+            ),
             shares=shares,
             credit=self._credit[purpose],
-            kv_limit=self._kv_limit,
         )
         if isinstance(decision, Route):
             self._credit[purpose] = credit
@@ -162,6 +193,39 @@ class Router:
                 self._place(session_id, held, decision)
             self._used_at[session_id] = now
         return decision
+
+    def _best_again(
+        self, held: Route, registry: Registry, min_version: int
+    ) -> dict[str, Sampler | None]:
+        """The sampler that has the session, else another of its group."""
+        sampler = registry.get(held.sampler_id)
+        if (
+            sampler is None
+            or sampler.info.group != held.group
+            or sampler.phase != SamplerPhase.READY
+            or sampler.version < min_version
+        ):
+            sampler = self._ranking(held.group, registry).first(min_version=min_version)
+        return {held.group: sampler}
+
+    def _best(
+        self, groups: Iterable[str], registry: Registry, min_version: int
+    ) -> dict[str, Sampler | None]:
+        """For a session without a place."""
+        best: dict[str, Sampler | None] = {}
+        for group in groups:
+            ranking = self._ranking(group, registry)
+            sampler = ranking.first(min_version=min_version, kv_limit=self._kv_limit, room=True)
+            if sampler or ranking.first(min_version=min_version):
+                best[group] = sampler
+        return best
+
+    def _ranking(self, group: str, registry: Registry) -> Ranking:
+        samplers = registry.ready(group)
+        ranking = self._rankings.get(group)
+        if ranking is None or ranking.samplers is not samplers:  # one of them changed
+            ranking = self._rankings[group] = Ranking(samplers, self.num_sessions)
+        return ranking
 
     def place(self, session_id: str) -> Route | None:
         return self._places.get(session_id)
@@ -185,8 +249,14 @@ class Router:
             self.num_routed[route.group] += 1
         self._places[session_id] = route
         self.num_sessions[route.sampler_id] += 1
+        self._changed(route)
 
     def _leave(self, held: Route) -> None:
         self.num_sessions[held.sampler_id] -= 1
         if self.num_sessions[held.sampler_id] <= 0:
             del self.num_sessions[held.sampler_id]
+        self._changed(held)
+
+    def _changed(self, route: Route) -> None:
+        if ranking := self._rankings.get(route.group):
+            ranking.changed(route.sampler_id)

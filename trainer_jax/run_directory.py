@@ -9,7 +9,7 @@ Owns the layout's fixed names and the lock. Must not know what the files hold.
     summary.json, report.html
     checkpoints/            the trainer's own (Orbax)
     final/                  the trained policy, a Hugging Face directory
-    logs/                   one file per local service
+    logs/                   one file per local service; samplers of the autoscaler: samplers/logs/
     gateway/, weights/, samplers/   state of the local services
 """
 

@@ -54,7 +54,7 @@ class Heartbeat(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., version: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., kv_used_fraction: _Optional[float] = ..., switch: _Optional[_Union[Switch, _Mapping]] = ...) -> None: ...
 
 class Switch(_message.Message):
-    __slots__ = ("base_version", "num_bytes", "fetch_seconds", "apply_seconds", "verify_seconds", "load_seconds", "pause_seconds")
+    __slots__ = ("base_version", "num_bytes", "fetch_seconds", "apply_seconds", "verify_seconds", "load_seconds", "pause_seconds", "version", "weights_checksum")
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     FETCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,8 @@ class Switch(_message.Message):
     VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     base_version: int
     num_bytes: int
     fetch_seconds: float
@@ -69,7 +71,9 @@ class Switch(_message.Message):
     verify_seconds: float
     load_seconds: float
     pause_seconds: float
-    def __init__(self, base_version: _Optional[int] = ..., num_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
+    version: int
+    weights_checksum: str
+    def __init__(self, base_version: _Optional[int] = ..., num_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ..., verify_seconds: _Optional[float] = ..., load_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ..., version: _Optional[int] = ..., weights_checksum: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("request_id", "chunk")

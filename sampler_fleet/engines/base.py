@@ -66,6 +66,12 @@ class Engine(Protocol):
         """The policy version that the next decode step will use; 0 before the first load."""
         ...
 
+    @property
+    def weights_checksum(self) -> str:
+        """Of the tensors of the last load that succeeded, as the engine holds them: engines alike
+        in accelerator, precision and kernels agree. "" before the first."""
+        ...
+
     async def load(self, directory: Path, manifest: Manifest) -> float:
         """Switches to a complete checkpoint directory in its format, also while requests run.
 

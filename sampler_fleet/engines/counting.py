@@ -23,6 +23,10 @@ class CountingEngine:
     def version(self) -> int:
         return self._engine.version
 
+    @property
+    def weights_checksum(self) -> str:
+        return self._engine.weights_checksum
+
     async def load(self, directory: Path, manifest: Manifest) -> float:
         return await self._engine.load(directory, manifest)
 

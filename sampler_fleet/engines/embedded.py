@@ -111,6 +111,7 @@ class EmbeddedEngine:
         self._closed = False
         self._rate: deque[tuple[float, int]] = deque(maxlen=4096)
         self._load_lock = asyncio.Lock()
+        self._weights_checksum = ""
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="engine", daemon=True)
         self._worker.start()
@@ -121,6 +122,10 @@ class EmbeddedEngine:
     def version(self) -> int:
         model = self._model
         return model.version if model else 0
+
+    @property
+    def weights_checksum(self) -> str:
+        return self._weights_checksum
 
     async def load(self, directory: Path, manifest: Manifest) -> float:
         async with self._load_lock:
@@ -149,6 +154,7 @@ class EmbeddedEngine:
             if wrong := await asyncio.to_thread(checkpoint.mismatches):
                 self._fail(f"version {manifest.version} changed in memory: {wrong[0]}")
             self._check_alive()
+            self._weights_checksum = checkpoint.checksum
             log.info(
                 "version %d (%s): prepared in %.3f s, decoding paused for %.6f s",
                 manifest.version,

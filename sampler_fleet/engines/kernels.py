@@ -243,11 +243,12 @@ def _load(stored: np.ndarray, kind: int, out: np.ndarray) -> None:
 
 
 @_compiled
-def load(stored_KxCxh: np.ndarray, kind: int, out_KxCxh: np.ndarray) -> None:
-    """A part of the KV cache, each of its heads contiguous, as numbers."""
-    for k in range(len(stored_KxCxh)):
-        for c in range(stored_KxCxh.shape[1]):
-            _load(stored_KxCxh[k, c], kind, out_KxCxh[k, c])
+def load(stored_2xKxCxh: np.ndarray, kind: int, out_2xKxCxh: np.ndarray) -> None:
+    """A part of the KV cache as numbers."""
+    for i in range(2):
+        for k in range(stored_2xKxCxh.shape[1]):
+            for c in range(stored_2xKxCxh.shape[2]):
+                _load(stored_2xKxCxh[i, k, c], kind, out_2xKxCxh[i, k, c])
 
 
 @_inline

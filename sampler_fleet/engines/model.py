@@ -282,15 +282,14 @@ class Qwen3Moe:
     def _attend(
         self, q_TxHxh: Tensor, index: int, slot: int, start: int, cache: KvCache
     ) -> Tensor:
-        """Consecutive tokens of one sequence over the cache of their slot; float32 [T, H, h]."""
-        c, num, length = self.config, len(q_TxHxh), start + len(q_TxHxh)
+        """Consecutive tokens of one sequence over the cache of their slot; [T, H, h], rounded."""
+        c, num, exact = self.config, len(q_TxHxh), self.precision.exact
         q = q_TxHxh.transpose(0, 1).reshape(c.num_kv_heads, -1, c.head_dim)
-        keys = cache.read(index, slot, length)
-        values = cache.read(index, cache.num_slots + slot, length)
-        scores = torch.bmm(q, keys.transpose(1, 2)).view(-1, num, length)
-        kernels.causal_softmax(scores.numpy(), start, self.precision.exact)
-        out = torch.bmm(scores.view(c.num_kv_heads, -1, length), values)
-        return self.precision.round(out.view(-1, num, c.head_dim).transpose(0, 1))
+        keys, values = cache.read(index, slot, start + num)
+        scores = torch.bmm(q, keys.transpose(1, 2))
+        kernels.causal_softmax(scores.view(-1, num, start + num).numpy(), start, exact)
+        out = torch.bmm(scores, values).view(-1, num, c.head_dim).transpose(0, 1)
+        return out if exact else out.bfloat16()
 
     def _experts(self, layer: _Layer, x_NxD: Tensor) -> Tensor:
         """Router, top-k experts, weighted sum; float32 [N, D]."""

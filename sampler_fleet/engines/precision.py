@@ -64,10 +64,6 @@ class Precision:
         if self.split_k < 1:
             raise BadInputError("split_k", expected="at least 1", found=self.split_k)
 
-    def round(self, x: Tensor) -> Tensor:
-        """x rounded to bfloat16, kept as float32."""
-        return x if self.exact else x.bfloat16().float()
-
     def quantizes(self, format: WeightFormat) -> bool:
         """Whether activations are quantized for weights of this format."""
         return (format, self.activation_format) in (
@@ -179,16 +175,23 @@ class Linear:
             x = x.index_select(0, torch.from_numpy(rows))
             token_scale = token_scale[rows] if self.quantizes else token_scale
         num_rows = len(x)
-        bounds = np.array([0, num_rows]) if bounds is None else bounds
         num_parts, part, num_outputs = self.parts[0].shape
         x_PxMxS = x.view(num_rows, num_parts, part).transpose(0, 1)
         sums_PxMxO = torch.empty(num_parts, num_rows, num_outputs)
-        shares = np.diff(bounds).tolist()
-        for share, inputs, parts, sums in zip(
-            shares, x_PxMxS.split(shares, 1), self.parts, sums_PxMxO.split(shares, 1), strict=True
-        ):
-            if share:
-                torch.bmm(inputs, parts, out=sums)
+        if bounds is None:
+            bounds = np.array([0, num_rows])
+            torch.bmm(x_PxMxS, self.parts[0], out=sums_PxMxO)
+        else:
+            shares = (bounds[1:] - bounds[:-1]).tolist()
+            for share, inputs, parts, sums in zip(
+                shares,
+                x_PxMxS.split(shares, 1),
+                self.parts,
+                sums_PxMxO.split(shares, 1),
+                strict=True,
+            ):
+                if share:
+                    torch.bmm(inputs, parts, out=sums)
         if self.exact and num_parts == 1 and not self.scale.size:
             return sums_PxMxO[0]
         y = torch.empty(num_rows, num_outputs)
@@ -254,9 +257,9 @@ class KvCache:
         raw = {1: torch.uint8, 2: torch.uint16, 4: torch.float32}[self.num_bytes]
         self.layers = list(self.data.view(raw).numpy())
 
-    def read(self, layer: int, row: int, length: int) -> Tensor:
-        """float32 [kv heads, length, head dim]."""
-        stored = self.layers[layer][row, :, :length]
+    def read(self, layer: int, slot: int, length: int) -> Tensor:
+        """Keys and values, float32 [2, kv heads, length, head dim]."""
+        stored = self.layers[layer][slot :: self.num_slots, :, :length]
         x = torch.empty(stored.shape)
         kernels.load(stored, self.num_bytes, x.numpy())
         return x

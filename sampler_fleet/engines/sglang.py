@@ -122,6 +122,7 @@ class SglangEngine:
         self._runs: dict[str, _Run] = {}
         self._rate: deque[tuple[float, int]] = deque(maxlen=4096)
         self._load_lock = asyncio.Lock()
+        self._weights_checksum = ""
         self._aborts: set[asyncio.Task[None]] = set()
         self._failure = ""  # why the process is to be replaced
         self._closed = False
@@ -131,6 +132,10 @@ class SglangEngine:
     @property
     def version(self) -> int:
         return self._manifest.version if self._manifest else 0
+
+    @property
+    def weights_checksum(self) -> str:
+        return self._weights_checksum
 
     async def load(self, directory: Path, manifest: Manifest) -> float:
         async with self._load_lock:
@@ -350,7 +355,7 @@ class SglangEngine:
         )
         if not reply.get("success"):
             raise DirtyProcessError(f"SGLang has no checksums: {reply.get('message')}")
-        log.info("weights at hand: %s", reply.get("per_engine_checksum"))  # to compare engines by
+        self._weights_checksum = str(reply.get("per_engine_checksum") or "")
         return tuple(rank["checksums"] for rank in reply["ranks"])
 
     # --- requests -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Protocol
 
@@ -26,7 +27,8 @@ _LATER = (
     modal.exception.ResourceExhaustedError,
     modal.exception.TimeoutError,
     modal.exception.ConnectionError,
-    OSError,
+    ConnectionError,
+    socket.gaierror,
     TimeoutError,
 )
 

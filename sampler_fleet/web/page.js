@@ -57,6 +57,10 @@ function mark(node, name, value) {
   else if (node.getAttribute(name) !== value) node.setAttribute(name, value);
 }
 
+function hide(node, hidden) {
+  if (node.hidden !== hidden) node.hidden = hidden;
+}
+
 // Children of `parent`, one per key and in this order; `make` is called for new keys only.
 function keyed(parent, keys, make) {
   const known = (parent.known ??= new Map());
@@ -299,7 +303,7 @@ function showSamplers(fleet) {
     const present = samplers.length - states.lost;
     const shown = samplers.slice(0, present + MAX_LOST);
     keyed(part.body, shown.map((s) => s.id), makeSamplerRow).forEach(({ parts }, j) => showSampler(parts, shown[j], fleet.newest));
-    part.more.hidden = shown.length === samplers.length;
+    hide(part.more, shown.length === samplers.length);
     say(part.more, `and ${count(samplers.length - shown.length)} more that were lost`);
   });
 }
@@ -321,8 +325,8 @@ function showSampler(parts, sampler, newest) {
   say(parts.waiting, beat.num_waiting && !lost ? `${count(beat.num_waiting)} waiting` : "");
   say(parts.kv, lost ? MISSING : percent(beat.kv_used_fraction ?? 0, 0));
   parts.bar.show(lost ? 0 : beat.kv_used_fraction);
-  parts.bar.node.hidden = lost;
-  parts.button.hidden = sampler.state !== "ready";
+  hide(parts.bar.node, lost);
+  hide(parts.button, sampler.state !== "ready");
 }
 
 function showCounters(counters) {
@@ -403,7 +407,7 @@ function showLink() {
   const state = numFailures ? "away" : !answeredAt ? "waiting" : age > STALE_MS ? "stale" : "live";
   const texts = {
     waiting: "Connecting", live: "Live",
-    away: answeredAt ? "Gateway away, figures are old" : "Gateway away",
+    away: answeredAt ? "Gateway away, figures old" : "Gateway away",
     stale: "Figures are old",
   };
   mark($("link"), "data-state", state);

@@ -15,9 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from contracts.credentials import GRACE_S, Credentials, Tls, Token, read_credentials, read_tls
+from contracts.credentials import (
+    GRACE_S,
+    Credentials,
+    Role,
+    Tls,
+    Token,
+    read_credentials,
+    read_tls,
+)
 from contracts.errors import AuthError, BadInputError, RetryError
-from contracts.pb import fleet_pb2, fleet_pb2_grpc
+from contracts.pb import fleet_pb2, fleet_pb2_grpc, rollout_pb2, weights_pb2
+from contracts.roles import CALLS, may_call
 from contracts.rpc import aio_channel, calling, start_server, sync_channel, token_metadata
 from tests.contracts.certificates import make_certificates, run_guide, tls
 
@@ -343,3 +352,59 @@ def test_no_warning_with_tls(certificates, caplog) -> None:
     credentials = Credentials(token=Token(FIRST), tls=tls(certificates))
     sync_channel("encrypted.example:1", credentials).close()
     assert "plain text" not in caplog.text
+
+
+async def test_lines_of_a_token_file_have_roles(tmp_path, caplog) -> None:
+    path, now = tmp_path / "tokens", time.time()
+    path.write_text(f"sampler {FIRST}\ntrainer {SECOND}\n")
+    token = Token(file=path, clock=lambda: now)
+    assert (token.role_of(FIRST), token.role_of(SECOND)) == (Role.SAMPLER, Role.TRAINER)
+    assert token.role_of(f"sampler {FIRST}") is None and token.role_of("") is None
+    assert not token.accepts(FIRST), "not of every right"
+    assert token.current() == FIRST
+
+    path.write_text(f"trainer {FIRST}\n")
+    assert token.role_of(FIRST) == Role.TRAINER, "at once: another role is no replacement"
+    assert token.role_of(SECOND) == Role.TRAINER, "taken out: it passes for a while"
+    now += GRACE_S + 1
+    assert token.role_of(SECOND) is None
+
+    path.write_text(f"sampler {SECOND}\n{FIRST}\n")
+    async with serving(None, Token(file=path)) as address:
+        await passes(address, None, FIRST)
+        for way in (_blocking, _asyncio):
+            with pytest.raises(AuthError, match=r"may call /fleet.v1.Fleet/Status, found a sampler"):
+                await way(address, Credentials(token=Token(SECOND)))
+        await _stream(address, Credentials(token=Token(SECOND)))
+    assert "refused: bearer token: expected one that may call" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (f"samplr {FIRST}", "that begin with sampler or trainer"),
+        (f"all {FIRST}", "that begin with sampler or trainer"),
+        (f"{FIRST}\n{SECOND}", "that begin with sampler or trainer"),
+        (f"sampler\t{FIRST}", "that begin with sampler or trainer"),
+        (f"sampler {FIRST}\n\ntrainer {SECOND}", "at least 16 characters, found 0"),
+        (f"sampler {FIRST}\ntrainer {FIRST}", "tokens that differ, found one twice"),
+        ("sampler short", "at least 16 characters, found 5"),
+        ("sampler", "at least 16 characters, found 7"),
+    ],
+)
+def test_token_files_whose_meaning_is_unclear(tmp_path, text, sentence) -> None:
+    (tmp_path / "tokens").write_text(text)
+    with pytest.raises(BadInputError, match=sentence):
+        Token(file=tmp_path / "tokens")
+
+
+def test_the_table_of_roles_names_calls_that_exist() -> None:
+    methods = {
+        f"/{service.full_name}/{method.name}"
+        for module in (fleet_pb2, rollout_pb2, weights_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    for role, calls in CALLS.items():
+        assert calls < methods, role
+    assert not any(may_call(role, "/fleet.v1.Fleet/DrainSampler") for role in CALLS)

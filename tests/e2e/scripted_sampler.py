@@ -93,6 +93,10 @@ class ScriptedEngine(Engine):
     def version(self) -> int:
         return self._version
 
+    @property
+    def weights_checksum(self) -> str:
+        return "of the script"
+
     async def load(self, directory: Path, manifest: Manifest) -> float:
         self._vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
         self._version = manifest.version

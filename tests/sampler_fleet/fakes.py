@@ -75,6 +75,7 @@ class FakeEngine(Engine):
         self.before_chunk: Callable[[GenerateRequest, int], object] | None = None
         self.distort: Callable[[Completion], Completion] = lambda chunk: chunk
         self.load_error: Exception | None = None
+        self.checksum = "right"
         self.requests: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.ended: list[str] = []
@@ -84,6 +85,10 @@ class FakeEngine(Engine):
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def weights_checksum(self) -> str:
+        return self.checksum
 
     async def load(self, directory: Path, manifest: Manifest) -> float:
         if self.load_error:

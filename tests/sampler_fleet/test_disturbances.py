@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from contracts import codec
 from contracts.pb import rollout_pb2_grpc
 from tests.sampler_fleet.fakes import (
-    VOCAB,
     FakeEngine,
     collect,
     make_request,
@@ -50,22 +48,22 @@ async def test_two_requests_of_one_id_at_once_are_two_requests(tmp_path):
 async def test_a_client_that_reads_nothing_for_long_does_not_cost_a_sampler(tmp_path):
     async with running_gateway(tmp_path, stall_seconds=0.5) as gateway, gateway.channel() as c:
         await gateway.start_ready_sampler("big-0", engine=FakeEngine(chunk_tokens=512))
-        request = make_request(num_tokens=60_000)
+        request = make_request(num_tokens=400_000)
         call = rollout_pb2_grpc.RolloutStub(c).Generate(codec.generate_to_pb(request))
         received = codec.chunk_from_pb(await call.read()).tokens.tolist()
         await asyncio.sleep(1.5)  # beyond the window of the transport: the gateway can't write
-        assert gateway.fleet.num_tokens["big"] < 60_000
+        assert gateway.fleet.num_tokens["big"] < 400_000
         assert len((await collect(gateway.fleet, make_request("t")))[0]) == 12
         async for message in call:
             received += codec.chunk_from_pb(message).tokens.tolist()
-        assert received == expected(60_000)
+        assert received == expected(400_000)
         assert gateway.phase("big-0") == "ready"
         assert gateway.fleet.counters["failovers"] == 0
 
 
 @pytest.mark.parametrize(("lease_s", "stall_s"), [(0.4, 10.0), (10.0, 0.4)])
 async def test_a_pause_of_the_gateway_is_not_the_samplers_silence(tmp_path, lease_s, stall_s):
-    """The machine stood still, or a disk did: what the samplers said meanwhile is yet to be read."""
+    """The machine stood still: what the samplers said meanwhile is yet to be read."""
     async with running_gateway(tmp_path, lease_seconds=lease_s, stall_seconds=stall_s) as gateway:
         member = await gateway.start_ready_sampler("big-0")
         paused = False
@@ -81,7 +79,9 @@ async def test_a_pause_of_the_gateway_is_not_the_samplers_silence(tmp_path, leas
         assert paused and (whole.tokens.tolist(), samplers) == (expected(12), ["big-0"])
         await asyncio.sleep(0.1)
         assert gateway.phase("big-0") == "ready"
-        assert not {"failovers", "leases_expired", "samplers_stalled"} & gateway.fleet.counters.keys()
+        assert (
+            not {"failovers", "leases_expired", "samplers_stalled"} & gateway.fleet.counters.keys()
+        )
 
 
 async def test_a_sampler_that_stalls_is_expelled_once(tmp_path):
@@ -92,31 +92,10 @@ async def test_a_sampler_that_stalls_is_expelled_once(tmp_path):
             await asyncio.Event().wait()
 
         member.engine.before_chunk = hang
-        turns = [
-            asyncio.create_task(collect(gateway.fleet, make_request(name))) for name in "abcd"
-        ]
+        turns = [asyncio.create_task(collect(gateway.fleet, make_request(name))) for name in "abcd"]
         await gateway.until(lambda: gateway.phase("big-0") == "lost")
         await gateway.start_ready_sampler("big-1")
         for turn in turns:
             assert (await asyncio.wait_for(turn, 10))[0].tokens.tolist() == expected(12)
         assert gateway.fleet.counters["samplers_stalled"] == 1
         assert gateway.fleet.counters["failovers"] == 4
-
-
-async def test_a_version_nobody_published_is_not_believed(tmp_path):
-    """A record of a version from the future would be trained on as if it were the newest."""
-    async with running_gateway(tmp_path) as gateway:
-        sick = await gateway.start_ready_sampler("big-0")
-
-        def from_the_future(chunk):
-            spans = tuple(dataclasses.replace(span, version=1 << 40) for span in chunk.spans)
-            return dataclasses.replace(chunk, spans=spans)
-
-        sick.engine.distort = from_the_future
-        turn = asyncio.create_task(collect(gateway.fleet, make_request()))
-        await gateway.until(lambda: sick.task.done(), timeout_s=5)
-        await asyncio.gather(sick.task, return_exceptions=True)
-        await gateway.start_ready_sampler("big-1")
-        whole, samplers = await asyncio.wait_for(turn, 10)
-        assert samplers == ["big-1"] and {span.version for span in whole.spans} == {1}
-        assert max(whole.tokens) < VOCAB

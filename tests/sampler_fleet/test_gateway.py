@@ -389,3 +389,33 @@ async def test_an_engine_may_finish_at_once(tmp_path):
         await gateway.start_ready_sampler("big-0", engine=FakeEngine(chunk_tokens=64))
         chunks = [c async for c in gateway.fleet.generate(make_request(num_tokens=1))]
         assert [c.completion.tokens.tolist() for c in chunks] == [expected_tokens(1)]
+
+
+async def test_two_that_agree_convict_a_third_of_wrong_weights(tmp_path):
+    async with running_gateway(tmp_path) as gateway:
+        wrong = FakeEngine()
+        wrong.checksum = "wrong"
+        for name in ("big-0", "big-1"):
+            await gateway.start_ready_sampler(name)
+        await gateway.start_ready_sampler("small-0", "small", engine=FakeEngine())
+        gateway.members["small-0"].engine.checksum = "its own kernels' layout"
+        third = gateway.start_sampler("big-2", engine=wrong)
+        with pytest.raises(DirtyProcessError, match="checksum wrong, in 2 others of its group"):
+            await asyncio.wait_for(third.task, 10)
+        assert gateway.phase("big-2") == "lost"
+        assert gateway.fleet.counters["weights_refused"] == 1
+        assert {gateway.phase(n) for n in ("big-0", "big-1", "small-0")} == {"ready"}
+
+
+async def test_of_two_that_differ_nobody_is_expelled_but_somebody_is_told(tmp_path):
+    async with running_gateway(tmp_path) as gateway, gateway.channel() as channel:
+        wrong = FakeEngine()
+        wrong.checksum = "wrong"
+        await gateway.start_ready_sampler("big-0")
+        await gateway.start_ready_sampler("big-1", engine=wrong)
+        stub = fleet_pb2_grpc.FleetStub(channel)
+        sentence = "group big: big-0 and big-1 hold other weights under version 1"
+        async with asyncio.timeout(10):
+            while sentence not in (await stub.Status(fleet_pb2.StatusRequest())).alarms:
+                await asyncio.sleep(0.01)
+        assert gateway.phase("big-0") == gateway.phase("big-1") == "ready"

@@ -91,6 +91,9 @@ async def test_a_dirty_engine_ends_the_process_and_its_turns_go_on_elsewhere(tmp
 
         async def fail(request, index):
             if index == 1:
+                await gateway.until(
+                    lambda: gateway.fleet.num_tokens["big"]
+                )  # the first has arrived
                 failing.set()
                 if where == "generate":
                     raise error

@@ -35,6 +35,8 @@ def reading(switch: Switch | None = None) -> SamplerReading:
 
 
 SWITCH = Switch(
+    version=3,
+    version=7,
     base_version=6,
     num_bytes=10**6,
     fetch_s=1.0,

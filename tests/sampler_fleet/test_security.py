@@ -442,7 +442,7 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
 
 def samples(gateway: Harness, name: str) -> dict[str, list[Message]]:
     """Messages that are right, by call; those of a stream in the order they go out."""
-    request = make_request(f"fuzz-{name}")
+    request = dataclasses.replace(make_request(f"fuzz-{name}"), ends_session=True)
     register = registration(gateway, name, group="eval", kv_format="bf16")
     beat = fleet_pb2.Heartbeat(version=1, switch=fleet_pb2.Switch(num_bytes=1))
     good = completion([1, 2, 3], version=1, reason=None)
@@ -548,7 +548,7 @@ async def test_bytes_of_chance_disturb_nobody(tmp_path, capsys):
             """Turns of others, meanwhile: big-0 serves them."""
             turns = 0
             while not paused.is_set():
-                request = make_request(f"user-{turns}")
+                request = dataclasses.replace(make_request(f"user-{turns}"), ends_session=True)
                 whole, samplers = await asyncio.wait_for(collect(gateway.fleet, request), 10)
                 assert samplers == ["big-0"] and whole.tokens.tolist() == EXPECTED
                 turns += 1

@@ -16,7 +16,7 @@ from trainer_jax.config import parse_run
 from trainer_jax.run_directory import RunDirectory
 from trainer_jax.services import Services
 
-TOKEN = "a token of enough length"
+TOKEN = "a-token-of-enough-length"
 
 
 class _Gateway(fleet_pb2_grpc.FleetServicer):

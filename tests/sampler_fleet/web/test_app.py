@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import json
 import logging
 import socket
@@ -302,10 +301,12 @@ async def test_a_listen_address_that_is_none_is_refused(tmp_path):
 
 
 async def test_an_ipv6_address():
-    app = fleet_app(Gateway().status_now, Gateway().drain, Token(TOKEN))
     try:
-        async with serving(app, "[::1]:0", None) as port, aiohttp.ClientSession() as http:
-            async with http.get(f"http://[::1]:{port}/status.json") as answer:
-                assert gzip.compress(await answer.read())
-    except BadInputError:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
         pytest.skip("this machine has no IPv6")
+    app = fleet_app(Gateway().status_now, Gateway().drain, Token(TOKEN))
+    async with serving(app, "[::1]:0", None) as port, aiohttp.ClientSession() as http:
+        answer = await http.get(f"http://[::1]:{port}/healthz")
+        assert answer.status == 200
