@@ -83,10 +83,10 @@ def make_checkpoints(root: Path) -> dict[WeightFormat, tuple[Path, Manifest]]:
 
 async def generate(
     engine: EmbeddedEngine, prompts_BxT: np.ndarray, num_new: int
-) -> list[Completion]:
-    """One request per row, at once."""
+) -> list[list[Completion]]:
+    """One request per row, at once; the chunks of each."""
 
-    async def one(tokens: np.ndarray) -> Completion:
+    async def one(tokens: np.ndarray) -> list[Completion]:
         name = next(_names)
         sampling = SamplingParams(top_p=TOP_P, top_k=TOP_K, max_new_tokens=num_new)
         request = GenerateRequest(
@@ -94,7 +94,7 @@ async def generate(
         )
         chunks = [chunk async for chunk in engine.generate(request)]
         engine.end_session(name)
-        return Completion.concatenate(chunks)
+        return chunks
 
     return await asyncio.gather(*(one(tokens) for tokens in prompts_BxT))
 
@@ -190,7 +190,8 @@ async def logp_difference(root: Path, checkpoint: tuple[Path, Manifest]) -> floa
     await engine.load(*checkpoint)
     prompts = np.random.default_rng(1).integers(0, MODEL["vocab_size"], (32, 64)).astype(np.int32)
     largest = 0.0
-    for prompt, found in zip(prompts, await generate(engine, prompts, 64), strict=True):
+    for prompt, chunks in zip(prompts, await generate(engine, prompts, 64), strict=True):
+        found = Completion.concatenate(chunks)
         buffer = torch.from_numpy(np.concatenate([prompt, found.tokens])).long()
         with torch.inference_mode():
             logits = peer(buffer[None]).logits[0, len(prompt) - 1 : -1]
@@ -283,7 +284,8 @@ def main() -> None:
             runner.run(engines[name].load(*checkpoints[format]))
 
         def call(engine: EmbeddedEngine, prompts: np.ndarray, new: int) -> int:
-            return sum(len(whole) for whole in runner.run(generate(engine, prompts, new)))
+            replies = runner.run(generate(engine, prompts, new))
+            return sum(len(chunk) for chunks in replies for chunk in chunks)
 
         calls: dict[str, Call] = {
             name: functools.partial(call, engine) for name, engine in engines.items()

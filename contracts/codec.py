@@ -143,9 +143,7 @@ def _finish_reason(name: str) -> FinishReason | None:
     try:
         return FinishReason(name) if name else None
     except ValueError:
-        raise BadInputError(
-            "finish_reason", expected=", ".join(FinishReason), found=name
-        ) from None
+        raise BadInputError("finish_reason", expected=", ".join(FinishReason), found=name) from None
 
 
 def generate_to_pb(request: GenerateRequest) -> rollout_pb2.GenerateRequest:

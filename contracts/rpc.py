@@ -21,6 +21,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from contracts.credentials import Credentials, Tls, Token
 from contracts.errors import (
@@ -57,6 +58,7 @@ _STATUS = (
     (AuthError, grpc.StatusCode.UNAUTHENTICATED),
     (AuthError, grpc.StatusCode.PERMISSION_DENIED),
     (BadInputError, grpc.StatusCode.INVALID_ARGUMENT),
+    (DecodeError, grpc.StatusCode.INVALID_ARGUMENT),
     (ConflictError, grpc.StatusCode.ABORTED),
     (RetryError, grpc.StatusCode.UNAVAILABLE),
     (DirtyProcessError, grpc.StatusCode.DATA_LOSS),

@@ -36,6 +36,7 @@ class RunSection(Section):
     gateway: str | None = None  # host:port
     weights: str | None = None  # host:port
     token_file: Path | None = None  # bearer token of both
+    compress: bool = False  # trajectories on their way here, by zstd: for a slow network
     tls_ca: Path | None = None  # verifies both; without it nothing is encrypted
     tls_cert: Path | None = None  # of the trainer, where they ask for one
     tls_key: Path | None = None

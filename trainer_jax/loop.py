@@ -210,7 +210,9 @@ class Loop:
         return None if when == "after" and evaluation["version"] < newest else evaluation
 
     def _train(self) -> str:
-        self._stream = GroupStream(self._services.client, cursor=self._sequence)
+        self._stream = GroupStream(
+            self._services.client, cursor=self._sequence, compress=self._config.run.compress
+        )
         dispatched_before = time.monotonic()
         train = self._config.train
         while self._step < train.updates:

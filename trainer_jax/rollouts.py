@@ -82,8 +82,9 @@ class GroupStream:
     answers (a wrong token, a record that cannot be decoded) is raised by `get`.
     """
 
-    def __init__(self, client: RolloutClient, *, cursor: int) -> None:
+    def __init__(self, client: RolloutClient, *, cursor: int, compress: bool = False) -> None:
         self._client = client
+        self._compress = compress
         self._cursor = cursor
         self._queue: queue.Queue[TrajectoryGroup] = queue.Queue(QUEUE_GROUPS)
         self._error: Exception | None = None
@@ -127,7 +128,7 @@ class GroupStream:
             self._stopped.wait(RECONNECT_S)
 
     def _receive(self) -> None:
-        request = rollout_pb2.StreamGroupsRequest(after=self._cursor)
+        request = rollout_pb2.StreamGroupsRequest(after=self._cursor, zstd=self._compress)
         self._call = self._client.rollout.StreamGroups(request, wait_for_ready=True)
         assert self._call is not None
         for message in self._call:  # pyright: ignore[reportGeneralTypeIssues]

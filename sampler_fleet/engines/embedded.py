@@ -27,11 +27,12 @@ from contracts.types import (
     GenerateRequest,
     KvFormat,
     Manifest,
+    SamplingParams,
     WeightFormat,
 )
 from sampler_fleet.engines.base import EngineLoad, check_request
 from sampler_fleet.engines.checkpoint import Checkpoint
-from sampler_fleet.engines.model import Qwen3Moe, StepBatch
+from sampler_fleet.engines.model import Qwen3Moe, Segment, StepBatch
 from sampler_fleet.engines.precision import ActivationFormat, KvCache, Precision
 from sampler_fleet.engines.sampling import Draw, draw, stream_seed, uniforms
 from sampler_fleet.engines.scheduler import Record, Running, Scheduler
@@ -47,6 +48,17 @@ _WEIGHTS_FOR = {  # activations are quantized only together with weights of the 
 
 
 _Item = Completion | Exception
+
+
+def _compile(model: Qwen3Moe) -> None:
+    """Runs everything once, so that no request waits for a compiler."""
+    cache = model.new_cache(num_slots=2, max_context=2)
+    one, two = (
+        Segment(slot=i, start=0, tokens=np.zeros(1 + i, np.int32)) for i in range(2)
+    )
+    batch = StepBatch.of([one, two])
+    logits = model.logits(model.hidden_states(batch, cache))
+    draw(logits[:1], [SamplingParams(top_k=1)], np.zeros(1))
 
 
 class EmbeddedEngine:
@@ -241,6 +253,8 @@ class EmbeddedEngine:
         checkpoint = Checkpoint.read(directory, manifest)
         with torch.inference_mode():
             model = Qwen3Moe(checkpoint, self._precision)
+            if self._model is None:
+                _compile(model)
         if self._model is not None and model.config != self._model.config:
             raise BadInputError(
                 f"architecture of version {manifest.version}",

@@ -252,9 +252,10 @@ class Qwen3Moe:
     ) -> Tensor:
         """float32 [N, A * h] to float32 [N, H * h]."""
         c, exact, stored = self.config, self.precision.exact, cache.layers[index]
-        q_NxHxh = torch.empty(len(qkv), c.num_heads, c.head_dim)
+        num = qkv.shape[0]
+        q_NxHxh = torch.empty(num, c.num_heads, c.head_dim)
         kernels.rotate_and_store(
-            qkv.view(len(qkv), -1, c.head_dim).numpy(),
+            qkv.view(num, -1, c.head_dim).numpy(),
             layer.qk_norm_Axh,
             rotation_2xNxh,
             np.float32(c.rms_norm_eps),
@@ -293,14 +294,14 @@ class Qwen3Moe:
 
     def _experts(self, layer: _Layer, x_NxD: Tensor) -> Tensor:
         """Router, top-k experts, weighted sum; float32 [N, D]."""
-        c, exact, num = self.config, self.precision.exact, len(x_NxD)
-        gates_NxR = np.empty((num, c.num_experts_per_token), np.float32)
+        c, exact = self.config, self.precision.exact
+        gates_NxR = np.empty((x_NxD.shape[0], c.num_experts_per_token), np.float32)
         places_NxR = np.empty(gates_NxR.shape, np.int64)
         rows, bounds = np.empty(gates_NxR.size, np.int64), np.empty(c.num_experts + 1, np.int64)
         logits_NxE = layer.router(x_NxD).numpy()
         kernels.route(logits_NxE, c.norm_topk_prob, gates_NxR, places_NxR, rows, bounds)
         gate_up = layer.gate_up(x_NxD, rows=rows, bounds=bounds)
-        hidden_MxF = torch.empty(len(gate_up), c.expert_size)
+        hidden_MxF = torch.empty(gate_up.shape[0], c.expert_size)
         kernels.swiglu(gate_up.numpy(), exact, hidden_MxF.numpy())
         y_MxD = layer.down(hidden_MxF, bounds=bounds).numpy()
         out_NxD = torch.empty_like(x_NxD)

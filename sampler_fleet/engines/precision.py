@@ -174,7 +174,7 @@ class Linear:
         if rows is not None:
             x = x.index_select(0, torch.from_numpy(rows))
             token_scale = token_scale[rows] if self.quantizes else token_scale
-        num_rows = len(x)
+        num_rows = x.shape[0]
         num_parts, part, num_outputs = self.parts[0].shape
         x_PxMxS = x.view(num_rows, num_parts, part).transpose(0, 1)
         sums_PxMxO = torch.empty(num_parts, num_rows, num_outputs)
@@ -185,9 +185,9 @@ class Linear:
             shares = (bounds[1:] - bounds[:-1]).tolist()
             for share, inputs, parts, sums in zip(
                 shares,
-                x_PxMxS.split(shares, 1),
+                x_PxMxS.split_with_sizes(shares, 1),
                 self.parts,
-                sums_PxMxO.split(shares, 1),
+                sums_PxMxO.split_with_sizes(shares, 1),
                 strict=True,
             ):
                 if share:

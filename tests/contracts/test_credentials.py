@@ -373,7 +373,7 @@ async def test_lines_of_a_token_file_have_roles(tmp_path, caplog) -> None:
     async with serving(None, Token(file=path)) as address:
         await passes(address, None, FIRST)
         for way in (_blocking, _asyncio):
-            with pytest.raises(AuthError, match=r"may call /fleet.v1.Fleet/Status, found a sampler"):
+            with pytest.raises(AuthError, match=r"may call .*Fleet/Status, found a sampler"):
                 await way(address, Credentials(token=Token(SECOND)))
         await _stream(address, Credentials(token=Token(SECOND)))
     assert "refused: bearer token: expected one that may call" in caplog.text

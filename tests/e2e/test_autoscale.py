@@ -185,7 +185,7 @@ class Fleet:
         assert path.read_text().count(old) == 1
         path.write_text(path.read_text().replace(old, new))
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    def until(self, condition: Callable[[], object], timeout_s: float = 150.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             dead = [name for name, process in self.processes.items() if process.poll() is not None]

@@ -324,6 +324,19 @@ async def test_groups_stream_until_acknowledged(tmp_path):
         call.cancel()
 
 
+async def test_groups_come_packed_where_the_network_is_slow(tmp_path):
+    async with running_gateway(tmp_path) as gateway, gateway.channel() as channel:
+        await gateway.spool.append("a", [make_trajectory(str(index)) for index in range(8)])
+        stub = rollout_pb2_grpc.RolloutStub(channel)
+        plain, packed = [
+            await stub.StreamGroups(rollout_pb2.StreamGroupsRequest(zstd=zstd)).read()
+            for zstd in (False, True)
+        ]
+        assert packed.zstd and not packed.trajectories
+        assert packed.ByteSize() < plain.ByteSize()
+        assert codec.group_to_pb(codec.group_from_pb(packed)) == plain
+
+
 async def test_a_wrong_token_and_a_wrong_model_are_refused_in_words(tmp_path):
     async with running_gateway(tmp_path) as gateway:
         with pytest.raises(AuthError, match=r"bearer token.*found a different token"):

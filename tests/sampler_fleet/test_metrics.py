@@ -35,7 +35,6 @@ def reading(switch: Switch | None = None) -> SamplerReading:
 
 
 SWITCH = Switch(
-    version=3,
     version=7,
     base_version=6,
     num_bytes=10**6,

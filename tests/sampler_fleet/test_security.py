@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import io
 import logging
 import random
 import re
@@ -329,13 +330,16 @@ async def test_a_sampler_cannot_answer_for_another(tmp_path):
 
 
 @pytest.fixture
-def log_lines(capfd) -> Iterator[Callable[[], list[str]]]:
+def log_lines() -> Iterator[Callable[[], list[str]]]:
     """What a process that logs as the gateway does has written until now."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers.clear()
     log_to_stderr("gateway")
-    yield lambda: capfd.readouterr().err.split("\n")[:-1]
+    (handler,) = root.handlers
+    assert isinstance(handler, logging.StreamHandler)
+    handler.setStream(written := io.StringIO())
+    yield lambda: written.getvalue().split("\n")[:-1]
     root.handlers[:] = handlers
     root.setLevel(level)
 

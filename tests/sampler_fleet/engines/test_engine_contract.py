@@ -378,6 +378,16 @@ async def test_refused_weights_leave_the_old_ones(subject, engine):
     assert engine.version == 3
 
 
+async def test_equal_weights_have_equal_checksums_and_others_have_others(subject, engine):
+    first = engine.weights_checksum
+    assert first
+    await engine.load(*subject.publish(2))
+    second = engine.weights_checksum
+    assert second not in ("", first)
+    await engine.load(*subject.publish(3, tensors=random_tensors(seed=1)))
+    assert engine.weights_checksum == first, "whatever the version is called"
+
+
 async def test_abort_ends_a_stream(engine):
     endless = dataclasses.replace(TOP, max_new_tokens=10**6)
     request, chunks = request_for(prompt(5), endless), []
