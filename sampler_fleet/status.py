@@ -34,19 +34,29 @@ def group_table(reply: fleet_pb2.StatusReply) -> Table:
     table = Table(title="groups", expand=True)
     for column in ("group", "purpose"):
         table.add_column(column)
-    for column in ("ready", "share", "got", "sessions", "tokens", "tokens/s"):
+    for column in (
+        *("ready", "share", "got", "sessions", "tokens", "tokens/s"),
+        *("KL", "out of band", "GPU-h", "$"),
+    ):
         table.add_column(column, justify="right")
     for group in reply.groups:
         total = routed[group.purpose]
         table.add_row(
             group.group,
             group.purpose,
-            str(ready.get(group.group, 0)),
+            str(ready.get(group.group, 0))
+            + (f"/{group.num_target}" if group.HasField("num_target") else ""),
             f"{group.capacity_share:.1%}",
             f"{group.sessions_routed / total:.1%}" if total else "-",
             str(group.sessions_routed),
             str(group.tokens_sampled),
             f"{group.tokens_per_second:.0f}",
+            f"{group.update.kl:.5f}" if group.update.HasField("kl") else "-",
+            f"{group.update.share_out_of_band:.2%}"
+            if group.update.HasField("share_out_of_band")
+            else "-",
+            f"{group.cost.gpu_hours:.2f}",
+            f"{group.cost.dollars:,.2f}" if group.cost.HasField("dollars") else "-",
         )
     return table
 
@@ -91,13 +101,21 @@ def _took(switch: fleet_pb2.Switch) -> str:
 def render(reply: fleet_pb2.StatusReply) -> Group:
     """The whole view."""
     counters = "  ".join(f"{name} {reply.counters[name]}" for name in sorted(reply.counters))
+    update = reply.update
+    trained = "no update yet"
+    if reply.HasField("update"):
+        trained = f"update {update.step} made version {update.version}"
+        if update.HasField("staleness"):
+            trained += f" from tokens {update.staleness:.1f} versions old"
     return Group(
         group_table(reply),
         sampler_table(reply),
         Text(
-            f"episodes in flight {reply.episodes_in_flight}  "
+            f"{trained}  episodes in flight {reply.episodes_in_flight}  "
+            f"waiting for a place {reply.demand.num_queued}  "
             f"groups not acknowledged {reply.groups_ready}  newest group {reply.last_sequence}"
         ),
+        *(Text(f"! {alarm}", style="bold red") for alarm in reply.alarms),
         Text(counters or "no counters yet", style="dim"),
     )
 

@@ -88,13 +88,19 @@ class FleetUnderLoad:
         *,
         episodes: dict[str, Any] | None = None,
         sampling: dict[str, Any] | None = None,
+        clocks: dict[str, float] | None = None,
         host: str = "",
     ) -> None:
         """`host` is where samplers elsewhere dial; the services then listen on all addresses."""
         directory.mkdir(parents=True)
         self.directory = directory
         sections = {
-            "fleet": {"max_context_tokens": 1500, **CLOCKS, "groups": list(groups)},
+            "fleet": {
+                "max_context_tokens": 1500,
+                **CLOCKS,
+                **(clocks or {}),
+                "groups": list(groups),
+            },
             "sampling": {"top_p": 0.97, "top_k": 64, "max_new_tokens": 24, **(sampling or {})},
             "episodes": {**EPISODES, **(episodes or {})},
             "tasks": TASKS,

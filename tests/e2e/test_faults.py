@@ -338,7 +338,8 @@ async def test_a_partition_of_thirty_seconds(tmp_path, tell):
     """One of three samplers is cut off in mid-turn for longer than its lease, then comes back: the
     same process, and what it sent before is too late."""
     with elsewhere("a-far") as (host, prefixes, switch):
-        fleet = FleetUnderLoad(tmp_path / "fleet", [scripted_group("a", capacity=1)], host=host)
+        groups, clocks = [scripted_group("a", capacity=1)], {"stall_seconds": 60.0}
+        fleet = FleetUnderLoad(tmp_path / "fleet", groups, clocks=clocks, host=host)
         try:
             fleet.start(
                 [fleet.scripted(name, "a", prefix=prefixes.get(name, ())) for name in PARTITIONED]
@@ -439,11 +440,19 @@ async def test_a_real_engine_is_killed_in_the_middle_of_real_episodes(tmp_path, 
         )
         consumer = Consumer(fleet)
         await fleet.until(lambda: len(consumer.groups) >= 1, timeout_s=60)
-        for victim in ("whole-0", "coarse-0"):
-            await fleet.until(lambda: fleet.counters()["turns_completed"] > 0)
-            fleet.kill(victim)
+        fleet.kill("whole-0")
+        fleet.kill("coarse-0")
         num = len(consumer.groups)
-        await fleet.until(lambda: len(consumer.groups) >= num + 3, timeout_s=90)
+
+        def both_groups_came_again() -> bool:
+            later = [
+                t.group
+                for n in range(num + 2, len(consumer.groups) + 1)
+                for t in consumer.groups[n].trajectories
+            ]
+            return {"whole", "coarse"} <= set(later)
+
+        await fleet.until(both_groups_came_again, timeout_s=120)
         await fleet.until(lambda: len(fleet.ready()) == 3)
         counters = fleet.counters()
     finally:
@@ -464,5 +473,4 @@ async def test_a_real_engine_is_killed_in_the_middle_of_real_episodes(tmp_path, 
             again.tokens[again.loss_mask], trajectory.tokens[trajectory.loss_mask]
         )
     tell(tally, counters, rewards=dict(rewards))
-    assert tally.is_sound
-    assert {t.group for t in trajectories} == {"whole", "coarse"}
+    assert tally.is_sound and counters["failovers"] >= 1
