@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 from rich.console import Console
 
 from contracts.pb import fleet_pb2
@@ -10,7 +12,7 @@ from tests.sampler_fleet.web.statuses import ALARM, make_status
 
 
 def text_of(reply: fleet_pb2.StatusReply) -> str:
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200, record=True, file=io.StringIO())
     console.print(render(reply))
     return console.export_text()
 
