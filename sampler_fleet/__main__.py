@@ -7,14 +7,10 @@ sandboxes are inside the commands: the gateway runs without torch, a sampler wit
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
-import hashlib
 import importlib.util
 import json
 import logging
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -24,19 +20,13 @@ import typer
 from contracts.credentials import Credentials, read_credentials
 from contracts.errors import EXIT_DIRTY, BadInputError, DirtyProcessError, exits_politely
 from contracts.logs import log_to_stderr
-from contracts.types import WeightFormat
-from sampler_fleet.process import die_with_parent, run_until_stopped, write_port_file
+from sampler_fleet.process import die_with_parent, run_until_stopped
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sampler_fleet.config import FleetConfig, GroupConfig, Settings
-    from sampler_fleet.engines.base import Engine
-    from sampler_fleet.episodes.sandbox import SandboxPool
-    from sampler_fleet.fleet import Fleet
-    from sampler_fleet.producer import Producer
+    from sampler_fleet.config import FleetConfig
     from sampler_fleet.providers.base import Provider
-    from sampler_fleet.spool import Spool
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +75,11 @@ def serve(  # noqa: PLR0913 (a command line)
     """The gateway: routes sessions to samplers, runs episodes, keeps their trajectories."""
     if with_parent:
         die_with_parent()
+    from sampler_fleet.gateway_process import run_gateway
+
     log_to_stderr("gateway")
     asyncio.run(
-        _serve(
+        run_gateway(
             config,
             state_dir=state_dir,
             checkpoint=checkpoint,
@@ -101,113 +93,6 @@ def serve(  # noqa: PLR0913 (a command line)
             web_port_file=web_port_file,
         )
     )
-
-
-async def _serve(  # noqa: PLR0913 (a command line)
-    config: Path,
-    *,
-    state_dir: Path,
-    checkpoint: Path,
-    listen: str,
-    weights: str,
-    credentials: Credentials,
-    port_file: Path | None,
-    web: str,
-    web_port_file: Path | None,
-) -> None:
-    from contracts.rpc import start_server
-    from sampler_fleet.config import read_settings
-    from sampler_fleet.episodes.sandbox import SandboxPool
-    from sampler_fleet.fingerprint import identify_checkpoint
-    from sampler_fleet.fleet import Fleet
-    from sampler_fleet.gateway import FleetServicer, add_services
-    from sampler_fleet.metering import Metering
-    from sampler_fleet.spool import Spool
-    from sampler_fleet.web.app import serving_page
-
-    settings = read_settings(config)
-    episodes = settings.episodes
-    metering = Metering(settings.fleet, time.time(), state_dir / "cost.json")
-    fleet = Fleet(settings.fleet, identify_checkpoint(checkpoint), metering=metering)
-    most = episodes.max_concurrent + episodes.max_concurrent_evaluation
-    sandboxes = SandboxPool(episodes.num_sandboxes or most, episodes.sandbox)
-    examination_rooms = SandboxPool(episodes.num_graders, episodes.sandbox)
-    spool = Spool(state_dir / "groups.sqlite")
-    producer = _producer(settings, checkpoint, fleet, sandboxes, examination_rooms, spool)
-    try:
-        server, port = await start_server(
-            listen,
-            credentials,
-            lambda server: add_services(
-                server, fleet=fleet, spool=spool, producer=producer, weights_address=weights
-            ),
-        )
-        try:
-            write_port_file(port_file, port)
-            log.info("listening on port %d; %d groups kept", port, spool.count())
-            async with serving_page(
-                web,
-                web_port_file,
-                status_now=FleetServicer(fleet, spool, producer).status_now,
-                drain=lambda sampler_id: fleet.drain(sampler_id, "asked to on the web page"),
-                credentials=credentials,
-            ):
-                work = asyncio.ensure_future(_first_failure(fleet.keep_leases(), producer.run()))
-                await run_until_stopped(work, work.cancel)
-        finally:
-            fleet.stop()
-            spool.stop()
-            await server.stop(STOP_GRACE_S)
-    finally:
-        await sandboxes.close()
-        await examination_rooms.close()
-        spool.close()
-
-
-def _producer(
-    settings: Settings,
-    checkpoint: Path,
-    fleet: Fleet,
-    sandboxes: SandboxPool,
-    examination_rooms: SandboxPool,
-    spool: Spool,
-) -> Producer:
-    from sampler_fleet.episodes.agent import run_episode
-    from sampler_fleet.episodes.chat import ChatFormat
-    from sampler_fleet.episodes.grading import Grader
-    from sampler_fleet.episodes.tasks import generate_tasks
-    from sampler_fleet.producer import Producer
-
-    episodes, tasks = settings.episodes, settings.tasks
-    return Producer(
-        episodes,
-        tasks={
-            "train": generate_tasks("train", tasks.num_train, tasks.seed),
-            "heldout": generate_tasks("heldout", tasks.num_heldout, tasks.seed),
-        },
-        sampling=settings.sampling.params(),
-        run_episode=functools.partial(
-            run_episode,
-            generator=fleet,
-            chat=ChatFormat.load(checkpoint),
-            sandboxes=sandboxes,
-            grader=Grader(examination_rooms, episodes.grading),
-            limits=episodes.limits,
-        ),
-        open_session=fleet.session,
-        spool=spool,
-        seed=tasks.seed,
-    )
-
-
-async def _first_failure(*jobs) -> None:
-    """Runs jobs that never end; the first to fail ends all, with its own exception."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                group.create_task(job)
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
 
 
 @app.command()
@@ -232,10 +117,12 @@ def join(  # noqa: PLR0913 (a command line)
     """A sampler: loads weights into its group's engine, dials out, serves its group."""
     if with_parent:
         die_with_parent()
+    from sampler_fleet.sampler_process import run_sampler
+
     log_to_stderr(sampler_id)
     try:
         asyncio.run(
-            _join(
+            run_sampler(
                 config,
                 gateway=gateway,
                 weights=weights,
@@ -253,111 +140,6 @@ def join(  # noqa: PLR0913 (a command line)
         log.error("this process is to be replaced: %s", error)
         return EXIT_DIRTY
     return 0
-
-
-async def _join(  # noqa: PLR0913 (a command line)
-    config: Path,
-    *,
-    gateway: str,
-    weights: str,
-    group_name: str,
-    sampler_id: str,
-    state_dir: Path,
-    price_per_hour: float | None,
-    metrics: str,
-    credentials: Credentials,
-) -> None:
-    from sampler_fleet.config import read_settings
-    from sampler_fleet.engines.counting import CountingEngine
-    from sampler_fleet.join import Offer, Patience, SamplerAgent
-    from sampler_fleet.metrics import SamplerCollector, SamplerReading
-    from sampler_fleet.web.server import serving_metrics
-    from weight_sync.client import WeightClient
-
-    fleet = read_settings(config).fleet
-    group = fleet.group(group_name)
-    seed = int.from_bytes(hashlib.sha256(sampler_id.encode()).digest()[:4], "little")
-    engine = CountingEngine(_engine(group, fleet.max_context_tokens, seed))
-    client = WeightClient(weights, credentials, group.weight_format, state_dir / "weights")
-    agent = SamplerAgent(
-        sampler_id=sampler_id,
-        group=group,
-        engine=engine,
-        weights=client,
-        gateway=gateway,
-        credentials=credentials,
-        patience=Patience(drain=fleet.drain_seconds),
-        offer=Offer(
-            formats=_formats(group),
-            price_per_hour=price_per_hour,
-            measure_seconds=fleet.measure_seconds,
-        ),
-    )
-
-    def read() -> SamplerCollector:
-        return SamplerCollector(
-            SamplerReading(
-                sampler_id=sampler_id,
-                group=group.name,
-                load=engine.load_now(),
-                version=engine.version,
-                num_tokens=engine.num_tokens,
-                switch=agent.switch,
-            )
-        )
-
-    try:
-        async with serving_metrics(metrics, read, credentials.tls):
-            await run_until_stopped(agent.run(), lambda: agent.leave("it was told to stop"))
-    finally:
-        await client.close()
-        await engine.close()
-
-
-def _formats(group: GroupConfig) -> tuple[WeightFormat, ...]:
-    """What a group's engine can load on its accelerator."""
-    if group.engine == "embedded":
-        return tuple(WeightFormat)
-    from sampler_fleet.engines.launch import kernels_for
-
-    formats = []
-    for format in WeightFormat:
-        with contextlib.suppress(BadInputError):
-            kernels_for(group.accelerator, format)
-            formats.append(format)
-    return tuple(formats) or (group.weight_format,)
-
-
-def _engine(group: GroupConfig, max_context_tokens: int, seed: int) -> Engine:
-    if group.engine == "sglang":
-        from sampler_fleet.engines.launch import LocalServer, kernels_for
-        from sampler_fleet.engines.sglang import SglangEngine
-
-        server = group.sglang.address or LocalServer(
-            kernels=kernels_for(group.accelerator, group.weight_format),
-            kv_format=group.kv_format,
-            max_sessions=group.max_sessions,
-            max_context_tokens=max_context_tokens,
-            num_accelerators=group.num_accelerators,
-            python=group.sglang.python,
-            arguments=group.sglang.arguments,
-        )
-        return SglangEngine(
-            server,
-            weight_format=group.weight_format,
-            max_context_tokens=max_context_tokens,
-            seed=seed,
-        )
-    from sampler_fleet.engines.embedded import EmbeddedEngine
-
-    return EmbeddedEngine(
-        kv_format=group.kv_format,
-        activation_format=group.activation_format,
-        split_k=group.split_k,
-        max_sessions=group.max_sessions,
-        max_context_tokens=max_context_tokens,
-        seed=seed,
-    )
 
 
 @app.command()

@@ -107,6 +107,7 @@ class SamplerAgent:
         self._info: SamplerInfo | None = None  # known once weights were loaded
         self.switch: Switch | None = None  # to the version that the engine has
         self.leaving = ""  # why
+        self.num_tokens = 0  # drawn and sent since the start
         self._wake = asyncio.Event()  # a version was loaded, or it is time to leave
         self._newest: Manifest | None = None
         self._announced = asyncio.Event()
@@ -346,6 +347,7 @@ class _Connection:
         try:
             async with _closing(self._engine.generate(request)) as chunks:
                 async for chunk in chunks:
+                    self._agent.num_tokens += len(chunk)
                     self._send(
                         delta=fleet_pb2.Delta(
                             request_id=request.request_id, chunk=codec.chunk_to_pb(chunk)

@@ -53,9 +53,7 @@ _Item = Completion | Exception
 def _compile(model: Qwen3Moe) -> None:
     """Runs everything once, so that no request waits for a compiler."""
     cache = model.new_cache(num_slots=2, max_context=2)
-    one, two = (
-        Segment(slot=i, start=0, tokens=np.zeros(1 + i, np.int32)) for i in range(2)
-    )
+    one, two = (Segment(slot=i, start=0, tokens=np.zeros(1 + i, np.int32)) for i in range(2))
     batch = StepBatch.of([one, two])
     logits = model.logits(model.hidden_states(batch, cache))
     draw(logits[:1], [SamplingParams(top_k=1)], np.zeros(1))

@@ -280,9 +280,7 @@ class Qwen3Moe:
             out_NxHxh[first:stop] = self._attend(q_NxHxh[first:stop], index, slot, start, cache)
         return out_NxHxh.flatten(1)
 
-    def _attend(
-        self, q_TxHxh: Tensor, index: int, slot: int, start: int, cache: KvCache
-    ) -> Tensor:
+    def _attend(self, q_TxHxh: Tensor, index: int, slot: int, start: int, cache: KvCache) -> Tensor:
         """Consecutive tokens of one sequence over the cache of their slot; [T, H, h], rounded."""
         c, num, exact = self.config, len(q_TxHxh), self.precision.exact
         q = q_TxHxh.transpose(0, 1).reshape(c.num_kv_heads, -1, c.head_dim)

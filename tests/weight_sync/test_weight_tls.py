@@ -20,7 +20,7 @@ from weight_sync.client import WeightClient
 
 pytestmark = pytest.mark.e2e
 
-TOKEN = "a token of enough length"
+TOKEN = "a-token-of-enough-length"
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 30.0
 

@@ -1,0 +1,133 @@
+"""The gateway's process: everything it is made of, from start to end.
+
+Owns which concrete adapter stands behind each of the gateway's ports, and the order in which they
+come and go. Must not import an engine: the gateway runs without torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from pathlib import Path
+
+from contracts.credentials import Credentials
+from contracts.rpc import start_server
+from sampler_fleet.config import Settings, read_settings
+from sampler_fleet.episodes.agent import run_episode
+from sampler_fleet.episodes.chat import ChatFormat
+from sampler_fleet.episodes.grading import Grader
+from sampler_fleet.episodes.sandbox import SandboxPool
+from sampler_fleet.episodes.tasks import generate_tasks
+from sampler_fleet.fingerprint import identify_checkpoint
+from sampler_fleet.fleet import Fleet
+from sampler_fleet.gateway import FleetServicer, add_services
+from sampler_fleet.metering import Metering
+from sampler_fleet.process import run_until_stopped, write_port_file
+from sampler_fleet.producer import Producer
+from sampler_fleet.spool import Spool
+from sampler_fleet.web.app import serving_page
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 1.0  # for calls in progress when the gateway stops
+
+
+async def run_gateway(  # noqa: PLR0913 (a command line)
+    config: Path,
+    *,
+    state_dir: Path,
+    checkpoint: Path,
+    listen: str,
+    weights: str,
+    credentials: Credentials,
+    port_file: Path | None,
+    web: str,
+    web_port_file: Path | None,
+) -> None:
+    """Serves until SIGTERM. `weights` is the weight service as samplers reach it; `web` the
+    HOST:PORT of the live page, or nothing.
+
+    Raises:
+        BadInputError: a bad run file, checkpoint or address.
+        ConflictError: another gateway has this state directory.
+        OSError: the disk of the trajectory log is full.
+    """
+    settings = read_settings(config)
+    episodes = settings.episodes
+    metering = Metering(settings.fleet, time.time(), state_dir / "cost.json")
+    fleet = Fleet(settings.fleet, identify_checkpoint(checkpoint), metering=metering)
+    most = episodes.max_concurrent + episodes.max_concurrent_evaluation
+    sandboxes = SandboxPool(episodes.num_sandboxes or most, episodes.sandbox)
+    examination_rooms = SandboxPool(episodes.num_graders, episodes.sandbox)
+    spool = Spool(state_dir / "groups.sqlite")
+    producer = _producer(settings, checkpoint, fleet, sandboxes, examination_rooms, spool)
+    try:
+        server, port = await start_server(
+            listen,
+            credentials,
+            lambda server: add_services(
+                server, fleet=fleet, spool=spool, producer=producer, weights_address=weights
+            ),
+        )
+        try:
+            write_port_file(port_file, port)
+            log.info("listening on port %d; %d groups kept", port, spool.count())
+            async with serving_page(
+                web,
+                web_port_file,
+                status_now=FleetServicer(fleet, spool, producer).status_now,
+                drain=lambda sampler_id: fleet.drain(sampler_id, "asked to on the web page"),
+                credentials=credentials,
+            ):
+                work = asyncio.ensure_future(_first_failure(fleet.keep_leases(), producer.run()))
+                await run_until_stopped(work, work.cancel)
+        finally:
+            fleet.stop()
+            spool.stop()
+            await server.stop(STOP_GRACE_S)
+    finally:
+        await sandboxes.close()
+        await examination_rooms.close()
+        spool.close()
+
+
+def _producer(
+    settings: Settings,
+    checkpoint: Path,
+    fleet: Fleet,
+    sandboxes: SandboxPool,
+    examination_rooms: SandboxPool,
+    spool: Spool,
+) -> Producer:
+    episodes, tasks = settings.episodes, settings.tasks
+    return Producer(
+        episodes,
+        tasks={
+            "train": generate_tasks("train", tasks.num_train, tasks.seed),
+            "heldout": generate_tasks("heldout", tasks.num_heldout, tasks.seed),
+        },
+        sampling=settings.sampling.params(),
+        run_episode=functools.partial(
+            run_episode,
+            generator=fleet,
+            chat=ChatFormat.load(checkpoint),
+            sandboxes=sandboxes,
+            grader=Grader(examination_rooms, episodes.grading),
+            limits=episodes.limits,
+        ),
+        open_session=fleet.session,
+        spool=spool,
+        seed=tasks.seed,
+    )
+
+
+async def _first_failure(*jobs) -> None:
+    """Runs jobs that never end; the first to fail ends all, with its own exception."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                group.create_task(job)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
