@@ -42,8 +42,15 @@ from sampler_fleet.producer import Producer
 from sampler_fleet.spool import Spool
 
 SHARES = {  # the published fleet's capacities, in percent
-    "b300": 28, "b200": 19, "h200-fp8": 19, "h100-fp8": 9, "h100": 9, "h200": 9, "a100": 3, "rtx": 3,
-}  # fmt: skip
+    "b300": 28,
+    "b200": 19,
+    "h200-fp8": 19,
+    "h100-fp8": 9,
+    "h100": 9,
+    "h200": 9,
+    "a100": 3,
+    "rtx": 3,
+}
 IDENTITY = CheckpointIdentity(
     model_fingerprint="model", tokenizer_fingerprint="tokenizer", vocab_size=VOCAB
 )
@@ -223,9 +230,7 @@ class Samplers:
         start = time.perf_counter()
         for index, chunk in enumerate(self.chunks):
             if self.interval_s:
-                await asyncio.sleep(
-                    max(0.0, start + index * self.interval_s - time.perf_counter())
-                )
+                await asyncio.sleep(max(0.0, start + index * self.interval_s - time.perf_counter()))
                 self.sent_at[name, index] = time.perf_counter()
             yield chunk
 
@@ -294,6 +299,8 @@ async def _sample(orders: Connection, address: str, num_samplers: int) -> None:
                 samplers.chunks = [codec.chunk_to_pb(p) for p in parts_of(whole, chunk_tokens)]
                 samplers.interval_s = interval_s
                 orders.send(len(samplers.chunks))
+            case ("cpu",):
+                orders.send(time.process_time())
             case ("sessions", num):
                 orders.send(await timed(_calls(address, num)))
             case ("latency", way, num_tokens):

@@ -268,44 +268,48 @@ class Fleet:
         """
         self._check_request(request)
         turn = Turn(request, self._serials)
-        for _ in range(self.config.max_failovers + 1):
-            route = await self._route(request)
-            link = self._links[route.sampler_id]
-            try:
-                with link.request(turn.next_request()) as inbox:
-                    async with contextlib.aclosing(self._receive(link, inbox, turn)) as chunks:
-                        async for completion in chunks:
-                            self.num_tokens[route.group] += len(completion)
-                            yield GeneratedChunk(
-                                completion=completion,
-                                group=route.group,
-                                sampler_id=route.sampler_id,
-                            )
-                await self._turn_done(request)
-                return
-            except SamplerGoneError as error:
-                self.counters["failovers"] += 1
-                log.warning(
-                    "request %s continues after %d tokens: %s",
-                    request.request_id,
-                    turn.num_sampled,
-                    error,
-                )
-            if reason := turn.ending():
-                yield GeneratedChunk(
-                    completion=_empty(reason), group=route.group, sampler_id=route.sampler_id
-                )
-                await self._turn_done(request)
-                return
-        raise RetryError(
-            f"request {request.request_id}: {self.config.max_failovers + 1} samplers could not "
-            "finish it"
-        )
+        try:
+            for _ in range(self.config.max_failovers + 1):
+                route = await self._route(request)
+                link = self._links[route.sampler_id]
+                try:
+                    with link.request(turn.next_request()) as inbox:
+                        async with contextlib.aclosing(self._receive(link, inbox, turn)) as chunks:
+                            async for completion in chunks:
+                                self.num_tokens[route.group] += len(completion)
+                                yield GeneratedChunk(
+                                    completion=completion,
+                                    group=route.group,
+                                    sampler_id=route.sampler_id,
+                                )
+                    self._turn_done(request)
+                    return
+                except SamplerGoneError as error:
+                    self.counters["failovers"] += 1
+                    log.warning(
+                        "request %s continues after %d tokens: %s",
+                        request.request_id,
+                        turn.num_sampled,
+                        error,
+                    )
+                if reason := turn.ending():
+                    yield GeneratedChunk(
+                        completion=_empty(reason), group=route.group, sampler_id=route.sampler_id
+                    )
+                    self._turn_done(request)
+                    return
+            raise RetryError(
+                f"request {request.request_id}: {self.config.max_failovers + 1} samplers could not "
+                "finish it"
+            )
+        finally:
+            if request.ends_session:
+                await self.end_session(request.session_id)  # unless it has ended well
 
-    async def _turn_done(self, request: GenerateRequest) -> None:
+    def _turn_done(self, request: GenerateRequest) -> None:
         self.counters["turns_completed"] += 1
-        if request.ends_session:
-            await self.end_session(request.session_id)
+        if request.ends_session and self.router.end(request.session_id):
+            self._notify()  # a place is free; the sampler was told with the request
 
     async def end_session(self, session_id: str) -> None:
         """Frees the session's place and its KV cache."""

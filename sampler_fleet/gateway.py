@@ -133,9 +133,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         if link.closed:  # what was under way when it was expelled
             return
         match message.WhichOneof("kind"):
-            case "delta":
-                chunk = codec.chunk_from_pb(message.delta.chunk)
-                link.deliver(message.delta.request_id, chunk)
+            case "delta" | "deltas" as kind:
+                deltas = (message.delta,) if kind == "delta" else message.deltas.deltas
+                for delta in deltas:
+                    link.deliver(delta.request_id, codec.chunk_from_pb(delta.chunk))
             case "heartbeat":
                 beat = message.heartbeat
                 switch = codec.switch_from_pb(beat.switch) if beat.HasField("switch") else None
@@ -160,7 +161,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
             case other:
                 raise BadInputError(
                     f"message from sampler {link.sampler_id}",
-                    expected="delta, heartbeat, failed or leaving",
+                    expected="delta, deltas, heartbeat, failed or leaving",
                     found=other,
                 )
 

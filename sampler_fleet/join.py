@@ -37,6 +37,8 @@ from sampler_fleet.measure import measure
 
 log = logging.getLogger(__name__)
 
+MAX_DELTAS = 64  # chunks in one message
+
 _T = TypeVar("_T")
 
 
@@ -271,6 +273,7 @@ class _Connection:
         self._info = info
         self._outgoing: asyncio.Queue[fleet_pb2.SamplerMessage | None] = asyncio.Queue()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._held: fleet_pb2.SamplerMessage | None = None  # off the queue, not written yet
         self._sessions: set[str] = set()
         self._draining = False
         self.welcomed = False
@@ -314,9 +317,28 @@ class _Connection:
     async def _write(self, call: Any) -> None:
         """Writes what is to go out, then closes this side. A broken stream is the reader's news."""
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-            while (message := await self._outgoing.get()) is not None:
+            while (message := await self._next_message()) is not None:
                 await call.write(message)
             await call.done_writing()
+
+    async def _next_message(self) -> fleet_pb2.SamplerMessage | None:
+        """The next to go out, chunks that wait beside each other in one; None at the end."""
+        message = self._held or await self._outgoing.get()
+        self._held = None
+        if message is None or not message.HasField("delta"):
+            return message
+        deltas = [message.delta]
+        while len(deltas) < MAX_DELTAS and not self._outgoing.empty():
+            following = self._outgoing.get_nowait()
+            if following is None or not following.HasField("delta"):
+                self._held = following
+                if following is None:
+                    self._outgoing.put_nowait(None)  # the end, once more
+                break
+            deltas.append(following.delta)
+        if len(deltas) == 1:
+            return message
+        return fleet_pb2.SamplerMessage(deltas=fleet_pb2.Deltas(deltas=deltas))
 
     async def _take(self, message: fleet_pb2.GatewayMessage, tasks: asyncio.TaskGroup) -> None:
         match message.WhichOneof("kind"):
@@ -330,8 +352,7 @@ class _Connection:
                 if task := self._running.get(message.abort.request_id):
                     task.cancel()
             case "end_session":
-                self._sessions.discard(message.end_session.session_id)
-                self._engine.end_session(message.end_session.session_id)
+                self._end_session(message.end_session.session_id)
             case "drain":
                 self._agent.leave(message.drain.reason)
             case "expel":
@@ -357,6 +378,13 @@ class _Connection:
             self._fail(request, str(error), bad_request=True)
         except RetryError as error:
             self._fail(request, str(error))
+        else:
+            if request.ends_session:
+                self._end_session(request.session_id)
+
+    def _end_session(self, session_id: str) -> None:
+        self._sessions.discard(session_id)
+        self._engine.end_session(session_id)
 
     def _fail(self, request: GenerateRequest, reason: str, *, bad_request: bool = False) -> None:
         self._send(

@@ -83,6 +83,12 @@ class Delta(_message.Message):
     chunk: _rollout_pb2.CompletionChunk
     def __init__(self, request_id: _Optional[str] = ..., chunk: _Optional[_Union[_rollout_pb2.CompletionChunk, _Mapping]] = ...) -> None: ...
 
+class Deltas(_message.Message):
+    __slots__ = ("deltas",)
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    deltas: _containers.RepeatedCompositeFieldContainer[Delta]
+    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
+
 class RequestFailed(_message.Message):
     __slots__ = ("request_id", "reason", "bad_request")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -100,18 +106,20 @@ class Leaving(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class SamplerMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "delta", "failed", "leaving")
+    __slots__ = ("register", "heartbeat", "delta", "failed", "leaving", "deltas")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: Heartbeat
     delta: Delta
     failed: RequestFailed
     leaving: Leaving
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
+    deltas: Deltas
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., deltas: _Optional[_Union[Deltas, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("heartbeat_seconds", "weights_address")

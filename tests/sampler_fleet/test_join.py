@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from contracts.errors import BadInputError, DirtyProcessError
+from sampler_fleet.gateway import FleetServicer
 from tests.sampler_fleet.fakes import FakeEngine, collect, make_request, running_gateway
 
 
@@ -162,3 +163,36 @@ async def test_a_taken_id_is_waited_for(tmp_path):
         assert gateway.fleet.registry.get("big-0").version == 1
         await first.kill()
         await gateway.until(lambda: gateway.fleet.registry.get("big-0").version == 2)
+
+
+async def test_chunks_that_are_ready_together_travel_together(tmp_path):
+    async with running_gateway(tmp_path) as gateway:
+        member = await gateway.start_ready_sampler("big-0")
+        everybody, arrived = asyncio.Event(), 0
+
+        async def together(request, index):
+            nonlocal arrived
+            arrived += index == 0
+            if arrived == 8:
+                everybody.set()
+            await everybody.wait()
+
+        member.engine.before_chunk = together
+        taken: list[tuple[str, int]] = []
+        take = FleetServicer._take
+
+        def note(self, message, link):
+            kind = message.WhichOneof("kind")
+            if kind in ("delta", "deltas"):
+                taken.append((kind, len(message.deltas.deltas) or 1))
+            take(self, message, link)
+
+        FleetServicer._take = note
+        try:
+            turns = [collect(gateway.fleet, make_request(f"s{i}")) for i in range(8)]
+            wholes = [whole for whole, _ in await asyncio.gather(*turns)]
+        finally:
+            FleetServicer._take = take
+        assert all(whole.tokens.tolist() == wholes[0].tokens.tolist() for whole in wholes)
+        assert sum(num for _, num in taken) == 24
+        assert len(taken) < 16, taken

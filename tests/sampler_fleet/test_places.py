@@ -101,6 +101,9 @@ async def test_a_burst_from_outside_waits_its_turn_and_all_of_it_is_served(tmp_p
             assert await asyncio.gather(*map(one, range(40))) == [12] * 40
         assert most == 1, "waiting for a place costs no grace, and no engine is overrun"
         assert not gateway.fleet.router.num_sessions
+        await gateway.until(
+            lambda: sorted(member.engine.ended) == sorted(f"s{i}" for i in range(40))
+        )
 
 
 async def test_a_session_from_outside_is_ended_by_its_client(tmp_path):
@@ -113,6 +116,18 @@ async def test_a_session_from_outside_is_ended_by_its_client(tmp_path):
             await rollout_pb2_grpc.RolloutStub(channel).EndSession(request)
         assert gateway.fleet.router.place("s") is None
         await gateway.until(lambda: member.engine.ended == ["s"])
+
+
+async def test_a_last_turn_that_its_client_gives_up_frees_the_place(tmp_path):
+    async with running_gateway(tmp_path, groups=ONE_PLACE) as gateway:
+        member = await gateway.start_ready_sampler("big-0")
+        member.engine.before_chunk = lambda request, index: asyncio.sleep(3600 * index)
+        request = dataclasses.replace(make_request("s"), ends_session=True)
+        chunks = gateway.fleet.generate(request)
+        assert len((await anext(chunks)).completion) == 4
+        await chunks.aclose()
+        assert gateway.fleet.router.place("s") is None
+        await gateway.until(lambda: member.engine.aborted and member.engine.ended == ["s"])
 
 
 async def test_a_full_kv_cache_gets_no_new_session_and_loses_none(tmp_path):

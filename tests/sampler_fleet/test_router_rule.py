@@ -28,9 +28,7 @@ class Straightforward:
 
     def route(self, session_id: str, registry: Registry, min_version: int) -> Route | Wait:
         held = self.places.get(session_id)
-        able = [
-            s for s in registry if s.phase == SamplerPhase.READY and s.version >= min_version
-        ]
+        able = [s for s in registry if s.phase == SamplerPhase.READY and s.version >= min_version]
         if held:
             able = [s for s in able if s.info.group == held.group]
             if any(s.sampler_id == held.sampler_id for s in able):
@@ -146,7 +144,7 @@ def apply(event: Join | Beat | Gone, registry: Registry) -> None:
 @settings(max_examples=150, deadline=None)
 def test_whatever_happens_the_router_decides_as_the_rule_does(happening):
     registry = Registry(
-        [GroupConfig(name=name, weight_format="bf16") for name in SHARES],
+        [GroupConfig(name=name, weight_format=WeightFormat.BF16) for name in SHARES],
         model_fingerprint="m",
         tokenizer_fingerprint="t",
         lease_seconds=10.0,
