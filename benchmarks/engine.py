@@ -99,6 +99,12 @@ async def generate(
     return await asyncio.gather(*(one(tokens) for tokens in prompts_BxT))
 
 
+async def count(engine: EmbeddedEngine, prompts_BxT: np.ndarray, num_new: int) -> int:
+    # not the chunks: asyncio.Runner.run makes a string of what a coroutine returns
+    replies = await generate(engine, prompts_BxT, num_new)
+    return sum(len(chunk) for chunks in replies for chunk in chunks)
+
+
 def peer(root: Path, dtype: torch.dtype) -> Call:
     """`generate`: one batch of prompts of one length."""
     model = Qwen3MoeForCausalLM.from_pretrained(root / "source", dtype=dtype).eval()
@@ -284,8 +290,7 @@ def main() -> None:
             runner.run(engines[name].load(*checkpoints[format]))
 
         def call(engine: EmbeddedEngine, prompts: np.ndarray, new: int) -> int:
-            replies = runner.run(generate(engine, prompts, new))
-            return sum(len(chunk) for chunks in replies for chunk in chunks)
+            return runner.run(count(engine, prompts, new))
 
         calls: dict[str, Call] = {
             name: functools.partial(call, engine) for name, engine in engines.items()

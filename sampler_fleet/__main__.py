@@ -7,26 +7,23 @@ sandboxes are inside the commands: the gateway runs without torch, a sampler wit
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import logging
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from contracts.credentials import Credentials, read_credentials
-from contracts.errors import EXIT_DIRTY, BadInputError, DirtyProcessError, exits_politely
+from contracts.credentials import read_credentials
+from contracts.errors import EXIT_DIRTY, DirtyProcessError, exits_politely
 from contracts.logs import log_to_stderr
-from sampler_fleet.process import die_with_parent, run_until_stopped
+from sampler_fleet.episodes.tasks.cli import app as tasks_app
+from sampler_fleet.process import die_with_parent
+from sampler_fleet.providers.modal_config import check_has_modal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sampler_fleet.config import FleetConfig
-    from sampler_fleet.providers.base import Provider
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +32,7 @@ STOP_GRACE_S = 1.0  # for calls in progress when the gateway stops
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
 )
+app.add_typer(tasks_app, name="tasks")
 
 Config = Annotated[Path, typer.Option(help="Run file (.toml) or resolved run record (.json).")]
 Gateway = Annotated[str, typer.Option(help="The gateway's HOST:PORT.")]
@@ -150,6 +148,9 @@ def autoscale(  # noqa: PLR0913 (a command line)
     weights: Annotated[str, typer.Option(help="The weight service's HOST:PORT.")],
     state_dir: StateDir,
     token_file: TokenFile = None,
+    sampler_token_file: Annotated[
+        Path | None, typer.Option(help="Token of the samplers it starts; its own if not given.")
+    ] = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -158,16 +159,18 @@ def autoscale(  # noqa: PLR0913 (a command line)
     """The autoscaler: starts and stops samplers, as many as the trainer needs."""
     if with_parent:
         die_with_parent()
+    from sampler_fleet.autoscaler_process import run_autoscaler
+
     log_to_stderr("autoscaler")
     files = {
-        "--token-file": token_file,
+        "--token-file": sampler_token_file or token_file,
         "--tls-ca": tls_ca,
         "--tls-cert": tls_cert,
         "--tls-key": tls_key,
     }
     given = [str(part) for option, path in files.items() if path for part in (option, path)]
     asyncio.run(
-        _autoscale(
+        run_autoscaler(
             config,
             gateway=gateway,
             state_dir=state_dir,
@@ -177,48 +180,6 @@ def autoscale(  # noqa: PLR0913 (a command line)
             join_options=("--gateway", gateway, "--weights", weights, *given),
         )
     )
-
-
-async def _autoscale(
-    config: Path,
-    *,
-    gateway: str,
-    state_dir: Path,
-    credentials: Credentials,
-    join_options: tuple[str, ...],
-) -> None:
-    from contracts.rpc import aio_channel
-    from sampler_fleet.autoscaler_loop import AutoscalerLoop
-    from sampler_fleet.live_settings import LiveSettings
-
-    settings = LiveSettings(config, state_dir / "config.json")
-    providers = _providers(settings.fleet, state_dir, join_options)
-    async with aio_channel(gateway, credentials) as channel:
-        loop = AutoscalerLoop(settings, providers, channel=channel, gateway=gateway)
-        work = asyncio.ensure_future(loop.run())
-        await run_until_stopped(work, work.cancel)
-
-
-def _providers(
-    fleet: FleetConfig, state_dir: Path, join_options: tuple[str, ...]
-) -> dict[str, Provider]:
-    """Those that the groups name. Local samplers read the settings kept in `state_dir`."""
-    providers: dict[str, Provider] = {}
-    named = {group.provider for group in fleet.groups}
-    if "local" in named:
-        from sampler_fleet.providers.local import LocalProvider
-
-        command = (sys.executable, "-m", "sampler_fleet", "join")
-        settings = ("--config", str(state_dir / "config.json"))
-        providers["local"] = LocalProvider(
-            state_dir, join=(*command, *settings, *join_options), drain_s=fleet.drain_seconds
-        )
-    if "modal" in named:
-        _needs_modal()
-        from sampler_fleet.providers.modal import ModalApi, ModalProvider
-
-        providers["modal"] = ModalProvider(ModalApi(fleet.modal.app, fleet.modal.environment))
-    return providers
 
 
 @app.command()
@@ -288,7 +249,7 @@ def deploy_groups(
     ] = False,
 ) -> None:
     """Deploys the groups of a provider elsewhere: their samplers start there and dial in."""
-    _needs_modal()
+    check_has_modal()
     from sampler_fleet.providers.modal_deploy import deploy, read_deployment
 
     deploy(read_deployment(config, name), _console(), insecure=insecure, dry_run=dry_run)
@@ -298,19 +259,10 @@ def deploy_groups(
 @exits_politely
 def undeploy_groups(provider: ProviderName, config: RunFile, name: AppName = "") -> None:
     """Stops what `deploy` started, all samplers at once."""
-    _needs_modal()
+    check_has_modal()
     from sampler_fleet.providers.modal_deploy import read_deployment, undeploy
 
     undeploy(read_deployment(config, name), _console())
-
-
-def _needs_modal() -> None:
-    if importlib.util.find_spec("modal") is None:
-        raise BadInputError(
-            "this Python environment",
-            expected="the modal extra (pip install 'mixed-samplers[modal]')",
-            found="no package modal",
-        )
 
 
 def _console() -> Console:
@@ -358,21 +310,6 @@ def write_tokenizer_files(out: Annotated[Path, typer.Option(help="Directory to w
     from sampler_fleet.episodes.tokenizer import write_tokenizer
 
     write_tokenizer(out)
-
-
-@app.command()
-@exits_politely
-def tasks(
-    split: Annotated[str, typer.Option(help="train or heldout.")] = "train",
-    num: Annotated[int, typer.Option(help="How many.")] = 1,
-    seed: Annotated[int, typer.Option()] = 0,
-) -> None:
-    """Generated tasks, one JSON object per line."""
-    from sampler_fleet.episodes.tasks import generate_tasks
-
-    for task in generate_tasks(split, num, seed):
-        json.dump(asdict(task), sys.stdout)
-        sys.stdout.write("\n")
 
 
 if __name__ == "__main__":

@@ -178,11 +178,27 @@ class EpisodesConfig(Section):
 
 
 class TasksConfig(Section):
-    """[tasks]: the generated coding tasks of both splits."""
+    """[tasks]: the coding tasks of both splits, generated or from a source (docs/tasks.md).
+
+    With a source, `num_train` and `num_heldout` are the most that are taken of it. Subset files
+    have one id per line; a split without one has of the tasks in neither file those that say so
+    themselves, or its share of those that don't.
+    """
 
     num_train: int = Field(default=512, ge=1)
     num_heldout: int = Field(default=64, ge=1)
     seed: int = Field(default=0, ge=0)
+    source: str = ""  # directory of tasks in the local format; empty: they are generated
+    heldout_share: float = Field(default=0.2, ge=0, lt=1)  # of tasks that name no split
+    ids: str = ""  # subset file: only these tasks of the source count
+    train_ids: str = ""  # subset file
+    heldout_ids: str = ""  # subset file
+
+    @model_validator(mode="after")
+    def _subsets_of_a_source(self) -> TasksConfig:
+        if not self.source and (self.ids or self.train_ids or self.heldout_ids):
+            raise ValueError("a source that ids, train_ids and heldout_ids are of")
+        return self
 
 
 class AutoscalerConfig(Section):

@@ -19,7 +19,7 @@ from sampler_fleet.episodes.agent import run_episode
 from sampler_fleet.episodes.chat import ChatFormat
 from sampler_fleet.episodes.grading import Grader
 from sampler_fleet.episodes.sandbox import SandboxPool
-from sampler_fleet.episodes.tasks import generate_tasks
+from sampler_fleet.episodes.tasks.choose import choose_tasks
 from sampler_fleet.fingerprint import identify_checkpoint
 from sampler_fleet.fleet import Fleet
 from sampler_fleet.gateway import FleetServicer, add_services
@@ -104,10 +104,7 @@ def _producer(
     episodes, tasks = settings.episodes, settings.tasks
     return Producer(
         episodes,
-        tasks={
-            "train": generate_tasks("train", tasks.num_train, tasks.seed),
-            "heldout": generate_tasks("heldout", tasks.num_heldout, tasks.seed),
-        },
+        tasks=choose_tasks(tasks, tree_limit=episodes.sandbox.tree_bytes),
         sampling=settings.sampling.params(),
         run_episode=functools.partial(
             run_episode,

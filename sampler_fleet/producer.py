@@ -26,7 +26,7 @@ from contracts.types import CandidateSets, Ending, Purpose, SamplingParams, Traj
 from sampler_fleet.autoscaler import Demand
 from sampler_fleet.config import EpisodesConfig
 from sampler_fleet.episodes.base import SandboxError, Task
-from sampler_fleet.spool import Spool
+from sampler_fleet.spool import Prompt, Spool
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class _Group:
     """The episodes of one prompt as they end."""
 
     task: Task
+    prompt: Prompt
     num_open: int
     trajectories: list[Trajectory] = field(default_factory=list)
     work: list[float] = field(default_factory=list)  # that each found when it started
@@ -138,7 +139,7 @@ class Producer:
 
     def resumed(self, after: int) -> None:
         """A trainer (re)opened its stream: it has everything up to `after`, and no more."""
-        self._consumed = min(after, self._spool.last_sequence)
+        self._consumed = max(min(after, self._spool.last_sequence), self._spool.acknowledged)
         self._room.set()
 
     def sent(self, sequence: int) -> None:
@@ -210,13 +211,13 @@ class Producer:
         """Starts the episodes of the next prompt as slots become free."""
         await self._slots.acquire()  # first: a pause must be seen after the last slot
         await self._wait_for_room()
-        index = self._spool.advance()
-        task = task_at(self._tasks["train"], index, self._seed)
-        group = _Group(task=task, num_open=self._config.group_size)
+        prompt = self._spool.next_prompt()
+        task = task_at(self._tasks["train"], prompt.number, self._seed)
+        group = _Group(task=task, prompt=prompt, num_open=self._config.group_size)
         for sample in range(self._config.group_size):
             if sample:
                 await self._slots.acquire()
-            running.create_task(self._sample(group, f"{index}.{sample}"))
+            running.create_task(self._sample(group, f"{prompt.number}.{sample}"))
 
     async def _sample(self, group: _Group, name: str) -> None:
         """One of a prompt's episodes; the last to end closes the group."""
@@ -227,7 +228,7 @@ class Producer:
                 sampling=self._sampling,
                 purpose=Purpose.TRAIN,
                 min_version=0,
-                work=group.work,
+                group=group,
             )
         finally:
             self._slots.release()
@@ -243,6 +244,7 @@ class Producer:
         num = len(group.trajectories)
         if num < 2:
             self._num_ended -= num
+            self._spool.drop(group.prompt)
             self.counters["groups_dropped"] += 1
             log.warning(
                 "group of task %s dropped: %d of %d episodes have a reward",
@@ -254,7 +256,9 @@ class Producer:
         self._num_appending += 1  # a slow disk must not let production run ahead
         self._num_ended -= num
         try:
-            sequence = await self._spool.append(group.task.task_id, group.trajectories)
+            sequence = await self._spool.append(
+                group.task.task_id, group.trajectories, group.prompt
+            )
         finally:
             self._num_appending -= 1
             self._room.set()
@@ -269,23 +273,25 @@ class Producer:
         sampling: SamplingParams,
         purpose: Purpose,
         min_version: int,
-        work: list[float] | None = None,
+        group: _Group | None = None,
     ) -> Trajectory:
         """An episode, run again while the infrastructure loses it, up to the retry limit.
 
         Each attempt is a session of its own. What is lost for good comes back without a reward.
-        `work` gets the sessions and the backlog that the attempt found when it started.
+        An attempt of a `group` notes the sessions and the backlog that it found when it started,
+        and its number is none that an earlier process has used.
         """
-        trajectory = None
-        for attempt in range(self._config.max_retries + 1):
+        trajectory, num_attempts = None, self._config.max_retries + 1
+        before = group.prompt.num_starts * num_attempts if group else 0
+        for attempt in range(num_attempts):
             if attempt:
                 self.counters["episodes_retried"] += 1
                 await asyncio.sleep(self._retry_seconds * 2 ** min(attempt - 1, 4))
-            session_id = f"{purpose}.{name}.{attempt}"
+            session_id = f"{purpose}.{name}.{before + attempt}"
             async with self._open_session(session_id, purpose=purpose, min_version=min_version):
                 with self._counted(purpose):
-                    if work is not None:
-                        work.append(self._num_training + self._backlog_trajectories)
+                    if group:
+                        group.work.append(self._num_training + self._backlog_trajectories)
                     trajectory = await self._try(
                         task,
                         session_id=session_id,

@@ -1,8 +1,9 @@
 """The trajectory log: completed groups, kept until the trainer says it no longer needs them.
 
 Owns one SQLite file (write-ahead log, synced on every append) with the groups, their sequence
-numbers and the production cursor. A sequence is never used twice, also after a kill -9 and after
-the groups before it were forgotten. Must not know who produces or consumes.
+numbers, the production cursor and the prompts under way. A sequence is never used twice, also after
+a kill -9 and after the groups before it were forgotten; a prompt ends with its group or not at all.
+Must not know who produces or consumes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import errno
 import fcntl
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from contracts import codec
@@ -26,9 +29,21 @@ CREATE TABLE IF NOT EXISTS groups (
   sequence INTEGER PRIMARY KEY, -- from 1
   payload BLOB NOT NULL         -- rollout.v1.TrajectoryGroup
 );
+CREATE TABLE IF NOT EXISTS prompts ( -- under way
+  number INTEGER PRIMARY KEY,  -- from 0
+  num_starts INTEGER NOT NULL
+);
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT OR IGNORE INTO counters VALUES ('last_sequence', 0), ('cursor', 0);
 """
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt to produce. `num_starts`: how often that was begun before, and cut off."""
+
+    number: int
+    num_starts: int
 
 
 class Spool:
@@ -53,6 +68,8 @@ class Spool:
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.executescript(_SCHEMA)
         self._last = self._counter("last_sequence")
+        left = self._db.execute("SELECT number FROM prompts ORDER BY number").fetchall()
+        self._left = deque(number for (number,) in left)
         self._changed = asyncio.Event()
         self._stopped = False
 
@@ -63,29 +80,56 @@ class Spool:
 
     @property
     def cursor(self) -> int:
-        """The index of the next prompt to produce."""
+        """The number of the next new prompt."""
         return self._counter("cursor")
 
-    def advance(self) -> int:
-        """Takes the next prompt index: it is not given out again, whatever happens."""
+    @property
+    def acknowledged(self) -> int:
+        """Groups up to this sequence were acknowledged."""
+        return self._last - self.count()
+
+    def next_prompt(self) -> Prompt:
+        """The next prompt to produce: first those that an earlier process left, then a new one.
+
+        It is not given out again while this process lives, whatever happens.
+        """
         with self._lock, self._transaction():
-            (value,) = self._db.execute(
-                "UPDATE counters SET value = value + 1 WHERE name = 'cursor' RETURNING value"
-            ).fetchone()
-        return value - 1
+            if self._left:
+                number = self._left[0]
+                (num_starts,) = self._db.execute(
+                    "UPDATE prompts SET num_starts = num_starts + 1 WHERE number = ? "
+                    "RETURNING num_starts",
+                    (number,),
+                ).fetchone()
+            else:
+                (after,) = self._db.execute(
+                    "UPDATE counters SET value = value + 1 WHERE name = 'cursor' RETURNING value"
+                ).fetchone()
+                number, num_starts = after - 1, 1
+                self._db.execute("INSERT INTO prompts VALUES (?, ?)", (number, num_starts))
+        if self._left:
+            self._left.popleft()
+        return Prompt(number, num_starts - 1)
+
+    def drop(self, prompt: Prompt) -> None:
+        """Its group is not coming."""
+        with self._lock, self._transaction():
+            self._db.execute("DELETE FROM prompts WHERE number = ?", (prompt.number,))
 
     def count(self) -> int:
         """Groups that are not acknowledged."""
         with self._lock:
             return self._db.execute("SELECT count(*) FROM groups").fetchone()[0]
 
-    async def append(self, task_id: str, trajectories: Sequence[Trajectory]) -> int:
-        """Makes a group durable and returns its sequence.
+    async def append(
+        self, task_id: str, trajectories: Sequence[Trajectory], prompt: Prompt | None = None
+    ) -> int:
+        """Makes a group durable, which ends its prompt, and returns its sequence.
 
         Raises:
             OSError: the disk is full; nothing was appended.
         """
-        sequence = await asyncio.to_thread(self._insert, task_id, tuple(trajectories))
+        sequence = await asyncio.to_thread(self._insert, task_id, tuple(trajectories), prompt)
         self._last = max(self._last, sequence)
         self._notify()
         return sequence
@@ -126,7 +170,9 @@ class Spool:
             self._db.close()
         self._owner.close()
 
-    def _insert(self, task_id: str, trajectories: tuple[Trajectory, ...]) -> int:
+    def _insert(
+        self, task_id: str, trajectories: tuple[Trajectory, ...], prompt: Prompt | None
+    ) -> int:
         with self._lock, self._transaction():
             (sequence,) = self._db.execute(
                 "UPDATE counters SET value = value + 1 WHERE name = 'last_sequence' RETURNING value"
@@ -134,6 +180,8 @@ class Spool:
             group = TrajectoryGroup(sequence=sequence, task_id=task_id, trajectories=trajectories)
             payload = codec.group_to_pb(group).SerializeToString()
             self._db.execute("INSERT INTO groups VALUES (?, ?)", (sequence, payload))
+            if prompt:
+                self._db.execute("DELETE FROM prompts WHERE number = ?", (prompt.number,))
         return sequence
 
     def _next(self, after: int) -> bytes | None:

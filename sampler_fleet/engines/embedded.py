@@ -8,6 +8,7 @@ a command that it executes between two steps, so the state needs no locks.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import math
 import queue
@@ -30,6 +31,7 @@ from contracts.types import (
     SamplingParams,
     WeightFormat,
 )
+from sampler_fleet.engines import kernels
 from sampler_fleet.engines.base import EngineLoad, check_request
 from sampler_fleet.engines.checkpoint import Checkpoint
 from sampler_fleet.engines.model import Qwen3Moe, Segment, StepBatch
@@ -51,12 +53,19 @@ _Item = Completion | Exception
 
 
 def _compile(model: Qwen3Moe) -> None:
-    """Runs everything once, so that no request waits for a compiler."""
+    """Runs everything once, so that no request waits for a compiler.
+
+    One process at a time: the others then find what it compiled on the disk.
+    """
     cache = model.new_cache(num_slots=2, max_context=2)
-    one, two = (Segment(slot=i, start=0, tokens=np.zeros(1 + i, np.int32)) for i in range(2))
-    batch = StepBatch.of([one, two])
-    logits = model.logits(model.hidden_states(batch, cache))
-    draw(logits[:1], [SamplingParams(top_k=1)], np.zeros(1))
+    tokens = np.zeros(2, np.int32)
+    batch = StepBatch.of(
+        [Segment(slot=0, start=0, tokens=tokens[:1]), Segment(slot=1, start=0, tokens=tokens)]
+    )
+    with open(kernels.__file__) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        logits = torch.zeros_like(model.logits(model.hidden_states(batch, cache)))
+        draw(logits, [SamplingParams(top_k=1)] * len(logits), np.zeros(len(logits)))
 
 
 class EmbeddedEngine:
@@ -72,7 +81,7 @@ class EmbeddedEngine:
         exact: float32 throughout, to compare with another implementation.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the settings of an engine)
         self,
         *,
         kv_format: KvFormat | str,

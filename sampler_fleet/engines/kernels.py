@@ -264,7 +264,7 @@ def _store(x: np.ndarray, kind: int, out: np.ndarray) -> None:
 
 
 @_compiled
-def rotate_and_store(
+def rotate_and_store(  # noqa: PLR0913 (fused: each array is read or written once)
     qkv_NxAxh: np.ndarray,
     norm_Axh: np.ndarray,
     rotation_2xNxh: np.ndarray,
@@ -353,11 +353,14 @@ def attend(
     exact: bool,
     out_NxHxh: np.ndarray,
 ) -> None:
-    """Single tokens, each over the cache of its own slot up to its own position; rounded."""
+    """Single tokens, each over the cache of its own slot up to its own position; rounded.
+
+    places: slot and position of each token; there may be more, of tokens that follow.
+    """
     num_heads, size = q_NxHxh.shape[1:]
     num_slots, num_kv_heads = len(cache) // 2, cache.shape[1]
     per_kv_head = num_heads // num_kv_heads
-    longest = places_2xN[1].max() + 1
+    longest = places_2xN[1, : len(q_NxHxh)].max() + 1
     loaded, weights = np.empty(longest * size, _F32), np.empty((per_kv_head, longest), _F32)
     for n in range(len(q_NxHxh)):
         slot, length = places_2xN[0, n], places_2xN[1, n] + 1

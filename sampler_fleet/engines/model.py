@@ -270,7 +270,7 @@ class Qwen3Moe:
             kernels.attend(
                 q_NxHxh[:single].numpy(),
                 stored,
-                batch.places_2xN[:, :single],
+                batch.places_2xN,
                 cache.num_bytes,
                 exact,
                 out_NxHxh[:single].numpy(),

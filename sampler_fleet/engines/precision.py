@@ -207,23 +207,25 @@ def _scale(weight: Weight) -> Tensor:
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Dynamic scales per token and group of 128 inputs: E4M3 values [N, I], scales [N, I/128].
+    """Dynamic scales per token and group of 128 inputs: E4M3 values [..., I], scales [..., I/128].
 
     x ~ values * scale of its group; scale = amax / 448.
     """
-    values, scale = torch.empty_like(x), torch.empty(len(x), -(-x.shape[1] // FP8_BLOCK))
-    kernels.quantize_fp8(x.numpy(), values.numpy(), scale.numpy())
-    return values, scale
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    values, scale = torch.empty_like(rows), torch.empty(len(rows), -(-x.shape[-1] // FP8_BLOCK))
+    kernels.quantize_fp8(rows.numpy(), values.numpy(), scale.numpy())
+    return values.view(x.shape), scale.view(*x.shape[:-1], -1)
 
 
 def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Dynamic scales per token and block of 16 inputs: e2m1 * sf [N, I], token scale [N, 1].
+    """Dynamic scales per token and block of 16 inputs: e2m1 * sf [..., I], token scale [..., 1].
 
     x ~ values * token scale; the token scale is amax / (6 * 448), the block scale sf is E4M3.
     """
-    values, scale = torch.empty_like(x), torch.empty(len(x), 1)
-    kernels.quantize_nvfp4(x.numpy(), values.numpy(), scale.numpy())
-    return values, scale
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    values, scale = torch.empty_like(rows), torch.empty(len(rows), 1)
+    kernels.quantize_nvfp4(rows.numpy(), values.numpy(), scale.numpy())
+    return values.view(x.shape), scale.view(*x.shape[:-1], 1)
 
 
 class KvCache:

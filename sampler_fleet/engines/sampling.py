@@ -179,7 +179,7 @@ def _best(z_V, num):
     count = 0
     for i in range(size):
         passed[count] = i
-        count += z_V[i] >= least
+        count += not z_V[i] < least  # where nothing is a number, everything passes
     passed = passed[:count]
     return passed[np.argsort(-z_V[passed], kind="mergesort")][:num]
 

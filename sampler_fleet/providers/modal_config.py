@@ -1,15 +1,17 @@
 """What a run file says about Modal: [fleet.modal], and `modal` of one group.
 
-Owns the two models and their defaults. Must not import modal: everybody who reads a run file reads
-these.
+Owns the two models and their defaults, and whether the package is there. Must not import modal:
+everybody who reads a run file reads these.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal
 
 from pydantic import Field
 
+from contracts.errors import BadInputError
 from contracts.runfile import Section
 
 Cloud = Literal["", "aws", "gcp", "oci", "auto"]
@@ -45,3 +47,13 @@ class ModalConfig(Section):
     cloud: Cloud = ""
     startup_seconds: int = Field(default=1800, ge=1)  # of a container, without loading weights
     scaledown_seconds: int = Field(default=60, ge=2, le=3600)  # before a surplus one is told to go
+
+
+def check_has_modal() -> None:
+    """BadInputError unless the package modal is installed."""
+    if importlib.util.find_spec("modal") is None:
+        raise BadInputError(
+            "this Python environment",
+            expected="the modal extra (pip install 'mixed-samplers[modal]')",
+            found="no package modal",
+        )

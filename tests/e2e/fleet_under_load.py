@@ -126,7 +126,7 @@ class FleetUnderLoad:
         self.publish()
         self.supervisor.start(samplers)
         names = {service.name for service in samplers}
-        self.wait_until(lambda: names <= self.ready(), timeout_s=60)
+        self.wait_until(lambda: names <= self.ready(), timeout_s=150)
 
     def close(self) -> None:
         """Ends every process, and refuses a token in any of their logs."""
@@ -204,14 +204,14 @@ class FleetUnderLoad:
         """Of the gateway that runs now."""
         return Counter(dict(self.client.status().counters))
 
-    def wait_until(self, condition: Callable[[], object], *, timeout_s: float = 30.0) -> None:
+    def wait_until(self, condition: Callable[[], object], *, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             self.supervisor.check()
             assert time.monotonic() < deadline, self.logs()[-6000:]
             time.sleep(0.05)
 
-    async def until(self, condition: Callable[[], object], *, timeout_s: float = 30.0) -> None:
+    async def until(self, condition: Callable[[], object], *, timeout_s: float = 60.0) -> None:
         """As `wait_until`, with the loop free."""
         await asyncio.to_thread(self.wait_until, condition, timeout_s=timeout_s)
 
@@ -320,7 +320,7 @@ class Session:
                         await self._turn(stub, turn, missing)
                 except RetryError:
                     self.num_retried += 1
-                    await asyncio.sleep(0.2)
+                    await asyncio.sleep(0.5)
         self.done = True
 
     async def _turn(self, stub: Any, turn: int, missing: int) -> None:
@@ -444,16 +444,6 @@ class Consumer:
         self.taken = group.sequence
         if group.sequence % self._ack_every == 0:
             self._fleet.acknowledged = group.sequence
-
-    @property
-    def num_prompts_skipped(self) -> int:
-        """Prompts whose group never came, between those that did."""
-        prompts = {
-            int(trajectory.session_id.split(".")[1])
-            for group in self.groups.values()
-            for trajectory in group.trajectories
-        }
-        return max(prompts) + 1 - min(prompts) - len(prompts)
 
     def tally(self) -> Tally:
         """Groups and trajectories against what must be: nothing missing, nothing twice."""

@@ -76,6 +76,10 @@ async def until(condition, timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.001)
 
 
+async def read_all(spool: Spool):
+    return await read_groups(spool, spool.count()) if spool.count() else []
+
+
 async def read_groups(spool: Spool, num: int):
     groups = []
     async for group in spool.follow(0):
@@ -162,30 +166,43 @@ async def test_a_crash_is_counted_and_logged_and_does_not_stop_production(tmp_pa
     assert any(record.exc_info for record in caplog.records)
 
 
-async def test_a_restarted_gateway_goes_on_with_new_prompts(tmp_path):
+async def test_a_restarted_gateway_goes_on_with_the_prompts_it_was_at(tmp_path):
     first, second = Episodes(), Episodes()
     async with producing(tmp_path, first) as (_, spool):
         await until(lambda: spool.last_sequence >= 2)
         cursor = spool.cursor
     async with producing(tmp_path, second) as (producer, spool):
+        done = [int(g.trajectories[0].session_id.split(".")[1]) for g in await read_all(spool)]
         assert producer.backlog == spool.count() == spool.last_sequence
         await asyncio.sleep(0.03)
         assert second.calls == [], "the trainer has not taken what there is"
         producer.resumed(spool.last_sequence)
-        await until(lambda: len(second.calls) >= 3)
+        await until(lambda: spool.last_sequence >= len(done) + 2)
+        cut_off = sorted(set(range(cursor)) - set(done))
+        await until(lambda: len(second.calls) >= 3 * len(cut_off))
     prompts = [int(call[1].split(".")[1]) for call in second.calls]
-    assert min(prompts) == cursor
+    assert sorted(set(prompts))[: len(cut_off)] == cut_off, "none is skipped"
     assert not {c[1] for c in first.calls} & {c[1] for c in second.calls}
+    assert not {c[2].seed for c in first.calls} & {c[2].seed for c in second.calls}
+
+
+async def test_a_log_read_again_from_its_start_does_not_stop_production(tmp_path):
+    async with producing(tmp_path, Episodes(), run=False) as (producer, spool):
+        for name in "abc":
+            await spool.append(name, [make_trajectory(name)])
+        spool.acknowledge(2)
+        producer.resumed(0)
+        assert producer.backlog == 1
 
 
 async def test_a_slow_disk_does_not_let_production_run_ahead(tmp_path):
     async with producing(tmp_path, Episodes(), run=False) as (producer, spool):
         opened, append, waiting = asyncio.Event(), spool.append, []
 
-        async def slow(task_id, trajectories):
+        async def slow(task_id, *rest):
             waiting.append(task_id)
             await opened.wait()
-            return await append(task_id, trajectories)
+            return await append(task_id, *rest)
 
         spool.append = slow
         task = asyncio.create_task(producer.run())
@@ -229,7 +246,7 @@ async def test_a_trainer_that_went_back_finds_production_waiting(tmp_path):
 async def test_a_full_disk_ends_production(tmp_path):
     async with producing(tmp_path, Episodes(), run=False) as (producer, spool):
 
-        async def full(task_id, trajectories):
+        async def full(*_):
             raise OSError(28, "no space left", "groups.sqlite")
 
         spool.append = full

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from contracts.errors import BadInputError, ConflictError, RetryError
-from sampler_fleet.spool import Spool
+from sampler_fleet.spool import Prompt, Spool
 from tests.sampler_fleet.fakes import make_trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -51,15 +51,32 @@ async def test_a_sequence_and_a_prompt_are_never_used_twice(tmp_path):
     spool = Spool(tmp_path / "groups.sqlite")
     await spool.append("a", [make_trajectory("a/0")])
     await spool.append("b", [make_trajectory("b/0")])
-    assert [spool.advance(), spool.advance()] == [0, 1]
+    assert [spool.next_prompt() for _ in range(2)] == [Prompt(0, 0), Prompt(1, 0)]
     spool.acknowledge(2)
     assert spool.count() == 0
     spool.close()
     spool = Spool(tmp_path / "groups.sqlite")
     assert (spool.last_sequence, spool.cursor, spool.count()) == (2, 2, 0)
     assert await spool.append("c", [make_trajectory("c/0")]) == 3
-    assert spool.advance() == 2
+    assert [spool.next_prompt().number for _ in range(3)] == [0, 1, 2], "first what was cut off"
     assert [g.task_id for g in await take(spool, 2, 1)] == ["c"]
+    spool.close()
+
+
+async def test_prompts_that_were_cut_off_are_produced_again(tmp_path):
+    for num_starts in range(3):
+        spool = Spool(tmp_path / "groups.sqlite")
+        prompts = [spool.next_prompt() for _ in range(4)]
+        assert [prompt.number for prompt in prompts] == [0, 1, 2, 3]
+        assert {prompt.num_starts for prompt in prompts} == {num_starts}
+        spool.close()
+    spool = Spool(tmp_path / "groups.sqlite")
+    prompts = [spool.next_prompt() for _ in range(4)]
+    await spool.append("t", [make_trajectory("s")], prompts[2])
+    spool.drop(prompts[0])
+    spool.close()
+    spool = Spool(tmp_path / "groups.sqlite")
+    assert [spool.next_prompt().number for _ in range(4)] == [1, 3, 4, 5]
     spool.close()
 
 
@@ -100,8 +117,8 @@ async def test_what_was_appended_survives_kill_9(tmp_path):
         async def main():
             spool = Spool(pathlib.Path({str(path)!r}))
             while True:
-                spool.advance()
-                print(await spool.append("t", [make_trajectory("s")]), flush=True)
+                prompt = spool.next_prompt()
+                print(await spool.append("t", [make_trajectory("s")], prompt), flush=True)
 
         asyncio.run(main())
     """)
@@ -118,7 +135,8 @@ async def test_what_was_appended_survives_kill_9(tmp_path):
     assert spool.last_sequence in (said[-1], said[-1] + 1), "at most the one being reported"
     kept = [g.sequence for g in await take(spool, 0, spool.last_sequence)]
     assert kept == list(range(1, spool.last_sequence + 1))
-    assert spool.cursor >= spool.last_sequence
+    prompt = spool.next_prompt()
+    assert prompt.number == spool.last_sequence, "every prompt has its group or is left to make"
     assert await spool.append("t", [make_trajectory("s")]) == kept[-1] + 1
     spool.close()
 

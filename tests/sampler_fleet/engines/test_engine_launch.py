@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from contracts.errors import BadInputError, DirtyProcessError
 from contracts.types import KvFormat, WeightFormat
-from sampler_fleet.__main__ import _engine
 from sampler_fleet.config import GroupConfig
 from sampler_fleet.engines.launch import TABLE, LocalServer, kernels_for
 from sampler_fleet.engines.sglang import SglangEngine
+from sampler_fleet.sampler_process import make_engine
 
 
 def value_of(command: tuple[str, ...], flag: str) -> str:
@@ -79,12 +79,12 @@ def group(**changed) -> GroupConfig:
 
 
 def test_a_group_names_its_engine():
-    started = _engine(group(engine="sglang"), 512, 0)
-    attached = _engine(group(engine="sglang", sglang={"address": "http://host:1"}), 512, 0)
+    started = make_engine(group(engine="sglang"), 512, 0)
+    attached = make_engine(group(engine="sglang", sglang={"address": "http://host:1"}), 512, 0)
     assert isinstance(started, SglangEngine)
     assert isinstance(attached, SglangEngine)
     with pytest.raises(BadInputError, match="launch flags"):
-        _engine(group(engine="sglang", accelerator="abacus"), 512, 0)
+        make_engine(group(engine="sglang", accelerator="abacus"), 512, 0)
     with pytest.raises(ValidationError):
         group(engine="another")
 

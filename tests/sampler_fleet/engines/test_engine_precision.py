@@ -208,6 +208,12 @@ def test_nvfp4_activations_use_a_scale_per_block_of_sixteen():
     x[0, :16] = 600
     values, scale = quantize_nvfp4(x)
     assert torch.allclose(values * scale, x, rtol=0.07)
+    strided = random(3, 32, 5)
+    for kind in (quantize_fp8, quantize_nvfp4):
+        found = kind(strided.transpose(1, 2))
+        for i in range(3):
+            alone = kind(strided[i].T.contiguous())
+            assert all(torch.equal(a[i], b) for a, b in zip(found, alone, strict=True))
 
 
 def test_split_k_moves_a_few_results_to_the_next_bf16_value():

@@ -59,6 +59,26 @@ def test_a_truncated_set_is_the_whole_support(params):
     assert drawn.logp_B[0] == drawn.logp_BxC[0, place]
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.01, 3.0, 40.0])
+@pytest.mark.parametrize("top_k", [0, 1, 64, 1999])
+def test_of_equally_likely_tokens_the_first_are_kept(spread, top_k):
+    """Logits that collide in bfloat16, a vocabulary much larger than the set."""
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(3, 2000, generator=generator) * spread).bfloat16().float()
+    logits[1, 7] = -torch.inf
+    params = SamplingParams(top_p=0.98, top_k=top_k)
+    drawn = draw(logits, [params] * 3, np.array([0.0, 0.5, 0.999]))
+    for row in range(3):
+        ids, probs = support_slow(logits[row], params)
+        found = drawn.ids_BxC[row, : drawn.counts_B[row]].tolist()
+        # one more or less where the mass before it is at the bound but for rounding
+        common = min(len(ids), len(found))
+        assert found[:common] == ids[:common]
+        assert abs(len(found) - len(ids)) <= 1
+        logp = drawn.logp_BxC[row, :common]
+        np.testing.assert_allclose(np.exp(logp), probs[:common], rtol=2e-3)
+
+
 @pytest.mark.parametrize(
     "params",
     [
