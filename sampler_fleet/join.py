@@ -292,6 +292,8 @@ class _Connection:
                 async with asyncio.TaskGroup() as tasks:
                     background = [tasks.create_task(self._write(call))]
                     async for message in call:
+                        if message is None:  # what grpc.aio makes of bytes that do not parse
+                            raise RetryError("the gateway sent a message that does not parse")
                         if message.WhichOneof("kind") == "welcome":
                             self.welcomed = True
                             interval = message.welcome.heartbeat_seconds
