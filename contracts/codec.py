@@ -11,7 +11,8 @@ import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError, Message
 
-from contracts.errors import BadInputError
+from contracts.errors import BadInputError, RetryError
+from contracts.manifests import manifest_from_text, manifest_to_text
 from contracts.pb import fleet_pb2, rollout_pb2, weights_pb2
 from contracts.types import (
     CandidateSets,
@@ -27,7 +28,6 @@ from contracts.types import (
     SamplerInfo,
     SamplingParams,
     Switch,
-    TensorEntry,
     Trajectory,
     TrajectoryGroup,
     UpdateReport,
@@ -37,6 +37,7 @@ from contracts.types import (
 
 ZSTD_LEVEL = 3
 MAX_GROUP_BYTES = 2**31  # of a group that came packed
+MAX_MANIFEST_BYTES = 2**30  # unpacked; 400,000 tensors have 2**26
 MAX_CANDIDATES = 65535  # a count travels as uint16
 
 
@@ -402,44 +403,16 @@ def file_from_pb(message: weights_pb2.FileEntry) -> FileEntry:
 
 
 def manifest_to_pb(manifest: Manifest) -> weights_pb2.Manifest:
-    return weights_pb2.Manifest(
-        version=manifest.version,
-        base_version=manifest.base_version,
-        format=manifest.format,
-        recipe=manifest.recipe,
-        files=[file_to_pb(entry) for entry in manifest.files],
-        tensors=[
-            weights_pb2.TensorEntry(
-                name=entry.name,
-                dtype=entry.dtype,
-                shape=entry.shape,
-                file=entry.file,
-                start=entry.start,
-                end=entry.end,
-                checksum=entry.checksum,
-            )
-            for entry in manifest.tensors
-        ],
-    )
+    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(manifest_to_text(manifest))
+    return weights_pb2.Manifest(content=packed)
 
 
 def manifest_from_pb(message: weights_pb2.Manifest) -> Manifest:
-    return Manifest(
-        version=message.version,
-        base_version=message.base_version,
-        format=WeightFormat(message.format),
-        recipe=message.recipe,
-        files=tuple(file_from_pb(entry) for entry in message.files),
-        tensors=tuple(
-            TensorEntry(
-                name=entry.name,
-                dtype=entry.dtype,
-                shape=tuple(entry.shape),
-                file=entry.file,
-                start=entry.start,
-                end=entry.end,
-                checksum=entry.checksum,
-            )
-            for entry in message.tensors
-        ),
-    )
+    """Raises RetryError unless every bit is that of the manifest sent."""
+    try:
+        size = zstandard.frame_content_size(message.content)
+        if not 0 <= size <= MAX_MANIFEST_BYTES:
+            raise RetryError(f"a manifest of {size} bytes, where {MAX_MANIFEST_BYTES} are the most")
+        return manifest_from_text(zstandard.ZstdDecompressor().decompress(message.content))
+    except zstandard.ZstdError:
+        raise RetryError("a manifest that does not unpack") from None

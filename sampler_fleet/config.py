@@ -18,7 +18,7 @@ from contracts.errors import BadInputError
 from contracts.runfile import Section, read_resolved, validate_section
 from contracts.types import KvFormat, Purpose, SamplingParams, WeightFormat
 from sampler_fleet.cost import Price
-from sampler_fleet.episodes.agent import EpisodeLimits
+from sampler_fleet.episodes.agent import AgentConfig, EpisodeLimits
 from sampler_fleet.episodes.grading import GradingLimits
 from sampler_fleet.episodes.sandbox import SandboxLimits
 from sampler_fleet.providers.modal_config import ModalConfig, ModalGroupConfig
@@ -165,6 +165,7 @@ class SamplingConfig(Section):
 class EpisodesConfig(Section):
     """[episodes]: how many run at once, how they are grouped, and when production pauses."""
 
+    agent: AgentConfig = AgentConfig()
     limits: EpisodeLimits = EpisodeLimits()
     sandbox: SandboxLimits = SandboxLimits()
     grading: GradingLimits = GradingLimits()
@@ -181,8 +182,8 @@ class TasksConfig(Section):
     """[tasks]: the coding tasks of both splits, generated or from a source (docs/tasks.md).
 
     With a source, `num_train` and `num_heldout` are the most that are taken of it. Subset files
-    have one id per line; a split without one has of the tasks in neither file those that say so
-    themselves, or its share of those that don't.
+    have one id per line; a split without one has all tasks that are not in the other's, but those
+    that say they are of the other split.
     """
 
     num_train: int = Field(default=512, ge=1)

@@ -16,7 +16,6 @@ from contracts.credentials import Credentials
 from contracts.rpc import start_server
 from sampler_fleet.config import Settings, read_settings
 from sampler_fleet.episodes.agent import run_episode
-from sampler_fleet.episodes.chat import ChatFormat
 from sampler_fleet.episodes.grading import Grader
 from sampler_fleet.episodes.sandbox import SandboxPool
 from sampler_fleet.episodes.tasks.choose import choose_tasks
@@ -109,7 +108,9 @@ def _producer(
         run_episode=functools.partial(
             run_episode,
             generator=fleet,
-            chat=ChatFormat.load(checkpoint),
+            chat=episodes.agent.load_chat(checkpoint),
+            agent=episodes.agent,
+            counters=fleet.counters,
             sandboxes=sandboxes,
             grader=Grader(examination_rooms, episodes.grading),
             limits=episodes.limits,

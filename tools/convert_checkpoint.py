@@ -106,12 +106,12 @@ def main() -> None:
     arguments = _arguments()
     options = _options(arguments)
     if not arguments.dry_run:
-        check_destination(arguments.destination)
+        check_destination(arguments.destination, resumes=True)
     if arguments.prompts and not arguments.prompts.is_file():
         raise BadInputError("--prompts", expected="a text file", found=arguments.prompts)
     console = Console()
     plan, checkpoint = plan_directory(arguments.source, options)
-    if lost := unmatched(options.ignore, checkpoint.tensors, options.format):
+    if lost := unmatched(options.ignore, plan, checkpoint.tensors):
         raise BadInputError("--ignore", expected="globs of modules of SRC", found=lost[0])
     console.print(_sizes(plan, checkpoint))
     if arguments.dry_run:
@@ -121,15 +121,26 @@ def main() -> None:
         text = arguments.prompts.read_text(errors="replace")
         memory = _available_bytes()
         tokens = check_comparable(arguments.source, plan, text, available_bytes=memory)
-    errors = []
     with _progress(console) as progress:
         total = sum(source_bytes(action, checkpoint) for action in plan.actions)
         task = progress.add_task("convert", total=total)
 
         def on_start(num_bytes: int) -> None:
             if num_bytes:
-                console.print(f"continuing an interrupted run, {num_bytes / 1e6:.1f} MB were done")
+                done = "all" if num_bytes == total else f"{num_bytes / 1e6:.1f} MB"
+                console.print(f"continuing an interrupted run, {done} were done")
             progress.reset(task, completed=num_bytes)  # so that the speed is that of this run
+
+        def verify(converted: Path) -> None:
+            errors: list[TensorError] = []
+            task = progress.add_task("verify", total=total)
+            for found, num_bytes in compare(plan, checkpoint, Checkpoint(converted)):
+                errors += found
+                progress.advance(task, num_bytes)
+            progress.stop()
+            _show_errors(console, errors)
+            if tokens:
+                console.print(_show(compare_models(arguments.source, converted, tokens)))
 
         convert_resumably(
             arguments.source,
@@ -137,16 +148,8 @@ def main() -> None:
             options,
             on_start=on_start,
             on_progress=lambda num_bytes: progress.advance(task, num_bytes),
+            check=verify if arguments.verify else lambda directory: None,
         )
-        if not arguments.verify:
-            return
-        task = progress.add_task("verify", total=total)
-        for error, num_bytes in compare(plan, checkpoint, Checkpoint(arguments.destination)):
-            errors += error
-            progress.advance(task, num_bytes)
-    _show_errors(console, errors)
-    if tokens:
-        console.print(_show(compare_models(arguments.source, arguments.destination, tokens)))
 
 
 def _available_bytes() -> int:

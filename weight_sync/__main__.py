@@ -1,4 +1,4 @@
-"""`python -m weight_sync {serve,publish,status,check}`: the commands of the weight service.
+"""`python -m weight_sync {serve,publish,withdraw,status,check}`: commands of the weight service.
 
 Owns arguments, signals and the port file. Must not know formats or the store.
 """
@@ -42,10 +42,14 @@ def _arguments() -> argparse.Namespace:
     publish.add_argument("--version", type=int, required=True)
     publish.add_argument("--address", required=True, metavar="HOST:PORT")
 
+    withdraw = commands.add_parser("withdraw", help="take back the newest version")
+    withdraw.add_argument("--version", type=int, required=True, help="it must be the newest")
+    withdraw.add_argument("--address", required=True, metavar="HOST:PORT")
+
     status = commands.add_parser("status", help="what the service holds, as JSON")
     status.add_argument("--address", required=True, metavar="HOST:PORT")
 
-    for command in (serve, publish, status):
+    for command in (serve, publish, withdraw, status):
         command.add_argument("--token-file", type=Path, metavar="FILE")
         command.add_argument("--tls-ca", type=Path, metavar="FILE", help="verifies the peers; PEM")
         command.add_argument("--tls-cert", type=Path, metavar="FILE", help="its certificate; PEM")
@@ -114,6 +118,9 @@ def main() -> None:
     elif arguments.command == "publish":
         client.publish(arguments.address, credentials, arguments.directory, arguments.version)
         print(f"version {arguments.version} is published")
+    elif arguments.command == "withdraw":
+        latest = client.withdraw(arguments.address, credentials, arguments.version)
+        print(f"version {arguments.version} is withdrawn; the newest is {latest}")
     else:
         reply = client.status(arguments.address, credentials)
         print(

@@ -1,7 +1,8 @@
 """The two ends of weight sync: `publish` for the trainer, `WeightClient` for a sampler.
 
-Owns resuming, verification and the local directories of a sampler. Never hands out a directory
-whose every checksum was not just recomputed. Knows nothing of engines or training.
+Owns what a sampler does with the service's answers: which way a version comes, resuming, when to
+try again. Never hands out a directory whose every checksum was not just recomputed; the directories
+themselves are `weight_sync.held`'s. Knows nothing of engines or training.
 """
 
 from __future__ import annotations
@@ -15,32 +16,34 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import grpc.aio
 
 from contracts import codec
 from contracts.credentials import Credentials
-from contracts.errors import BadInputError, RetryError
+from contracts.errors import AuthError, BadInputError, RetryError
 from contracts.pb import weights_pb2, weights_pb2_grpc
 from contracts.rpc import CHUNK_BYTES, DEADLINE_S, aio_channel, calling, sync_channel
 from contracts.types import Fetched, FileEntry, Manifest, WeightFormat
 from weight_sync import durable
 from weight_sync.delta import SUFFIX as DELTA_SUFFIX
 from weight_sync.delta import DeltaError, apply_delta
+from weight_sync.held import HeldVersions
 from weight_sync.manifest import (
     CorruptError,
     checkpoint_files,
     is_plain_name,
     read_manifest,
-    verify_directory,
     verify_file,
-    write_manifest,
 )
 
-__all__ = ["WeightClient", "publish", "read_manifest", "status"]
+__all__ = ["WeightClient", "publish", "read_manifest", "status", "withdraw"]
 
 log = logging.getLogger(__name__)
+
+_Message = TypeVar("_Message")
 
 _SLOWEST_BYTES_PER_S = 10e6  # a deadline allows for this rate
 _MAKE_DELTA_S = 600.0  # of a large model, on a busy machine
@@ -71,9 +74,10 @@ def publish(
     Raises:
         RetryError: no service, or its disk is full.
         ConflictError: the version exists with other content, or a newer one does.
-        BadInputError: not a checkpoint.
+        BadInputError: not a whole BF16 checkpoint of finite weights, or no version.
         AuthError: wrong token.
     """
+    _check_version(version)
     paths = checkpoint_files(Path(directory))
     files = [
         FileEntry(
@@ -118,6 +122,29 @@ def _publish_requests(
                 yield weights_pb2.PublishRequest(data=chunk)
 
 
+def _check_version(version: int) -> None:
+    if not 1 <= version < 2**63:
+        raise BadInputError("version", expected="a number from 1 to 2^63 - 1", found=version)
+
+
+def withdraw(address: str, credentials: Credentials | str, version: int) -> int:
+    """Takes back the newest version, and returns the newest of those that stay, 0 without any.
+
+    Raises:
+        ConflictError: another version is the newest.
+        RetryError, AuthError, BadInputError: as `publish`.
+    """
+    _check_version(version)
+    channel = sync_channel(address, credentials)
+    try:
+        with calling(address):
+            request = weights_pb2.WithdrawRequest(version=version)
+            stub = weights_pb2_grpc.WeightsStub(channel)
+            return stub.Withdraw(request, timeout=DEADLINE_S).latest_version
+    finally:
+        channel.close()
+
+
 def status(address: str, credentials: Credentials | str) -> weights_pb2.StatusReply:
     """What the service holds. Raises RetryError or AuthError."""
     channel = sync_channel(address, credentials)
@@ -133,11 +160,7 @@ def status(address: str, credentials: Credentials | str) -> weights_pb2.StatusRe
 
 
 class WeightClient:
-    """Versions of one format, brought into `directory` (which is this client's alone).
-
-    directory/<version>/           complete and verified, with manifest.json
-    directory/.partial-<version>/  being fetched; resumed after a break
-    """
+    """Versions of one format, brought into `directory` (which is this client's alone)."""
 
     def __init__(
         self,
@@ -153,8 +176,8 @@ class WeightClient:
         """Keeps the newest `keep` versions; waits `patience_s` for a service that is away."""
         self._address, self._credentials = address, Credentials.of(credentials)
         self._format = WeightFormat(format)
-        self._directory = Path(directory)
-        self._keep, self._patience_s, self._on_bytes = keep, patience_s, on_bytes
+        self._held = HeldVersions(Path(directory), keep=keep)
+        self._patience_s, self._on_bytes = patience_s, on_bytes
         self._channel: grpc.aio.Channel | None = None
 
     def _stub(self) -> weights_pb2_grpc.WeightsStub:
@@ -166,6 +189,27 @@ class WeightClient:
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """As `calling`. A service with a fault of its own is one that is away, for a sampler."""
+        try:
+            with calling(self._address):
+                yield
+        except RuntimeError as error:
+            # of exactly this type: a status that stands for no exception of ours
+            if type(error) is RuntimeError and isinstance(error.__context__, grpc.RpcError):
+                raise RetryError(f"{self._address}: {error}") from None
+            raise
+
+    def _parsed(self, message: _Message | None) -> _Message:
+        """grpc.aio hands over None where a message does not parse."""
+        if message is None:
+            raise RetryError(f"{self._address}: a message that does not parse")
+        return message
+
+    async def _manifest(self, message: weights_pb2.Manifest | None) -> Manifest:
+        return await asyncio.to_thread(codec.manifest_from_pb, self._parsed(message))
 
     async def watch(self, after: int) -> AsyncIterator[Manifest]:
         """Manifests above `after`, each newer than the one before; never ends by itself.
@@ -181,10 +225,12 @@ class WeightClient:
             request = weights_pb2.WatchRequest(format=self._format, after=after)
             call = self._stub().Watch(request, timeout=_WATCH_S)
             try:
-                with calling(self._address):
+                with self._calling():
                     async for message in call:
-                        manifest = codec.manifest_from_pb(message)
+                        manifest = await self._manifest(message)
                         self._check(manifest)
+                        if manifest.version <= after:
+                            raise RetryError(f"version {manifest.version} after {after}")
                         attempt, after = 0, manifest.version
                         yield manifest
             except RetryError as error:
@@ -224,73 +270,50 @@ class WeightClient:
             BadInputError: an unusable manifest.
         """
         self._check(manifest)
-        final = self._directory / str(manifest.version)
-        if await asyncio.to_thread(_is_whole, final, manifest):
-            return Fetched(directory=final)
-        partial = self._directory / f".partial-{manifest.version}"
-        await asyncio.to_thread(self._prepare, final, partial)
-        phases, base = _Phases(), 0
-        if deltas := await self._chain(manifest):
+        with _disk_trouble_is_temporary():
+            return await self._fetch(manifest)
+
+    async def _fetch(self, manifest: Manifest) -> Fetched:
+        if directory := await asyncio.to_thread(self._held.whole, manifest):
+            return Fetched(directory=directory)
+        partial = await asyncio.to_thread(self._held.prepare, manifest)
+        phases, base = _Phases(), None
+        at_hand = await asyncio.to_thread(self._held.newest_below, manifest.version)
+        if at_hand and (deltas := await self._chain(at_hand.version, manifest)):
             try:
-                await self._follow(deltas, manifest, partial, phases)
-                base = deltas[0].base_version
-            except (DeltaError, CorruptError, _GoneError) as error:
+                await self._follow(deltas, at_hand, manifest, partial, phases)
+                base = at_hand
+            except (DeltaError, CorruptError, _GoneError, OSError) as error:
+                if isinstance(error, OSError) and error.errno in durable.TEMPORARY:
+                    raise
                 log.warning("version %d: %s; fetching it in full", manifest.version, error)
+                await asyncio.to_thread(self._held.remove_if_changed, at_hand)
         if not base:
             for entry in manifest.files:
                 await self._fetch_verified(manifest, entry, partial / entry.name, phases)
         with phases.timed("verify"):
-            await asyncio.to_thread(self._finish, partial, final, manifest)
+            directory = await asyncio.to_thread(self._held.finish, manifest)
         return Fetched(
-            directory=final,
-            base_version=base,
+            directory=directory,
+            base_version=base.version if base else 0,
             num_bytes=phases.num_bytes,
             fetch_s=phases.seconds["fetch"],
             apply_s=phases.seconds["apply"],
             verify_s=phases.seconds["verify"],
         )
 
-    def _prepare(self, final: Path, partial: Path) -> None:
-        """Makes room for one version; what remains of other attempts goes."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        durable.remove_tree(final)
-        for path in self._directory.glob(".*"):
-            if path != partial and path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-        partial.mkdir(exist_ok=True)
-
-    def _finish(self, partial: Path, final: Path, manifest: Manifest) -> None:
-        """Makes a verified version visible; of the others all but the newest go."""
-        for path in partial.glob(".*"):  # deltas of an attempt that came to nothing
-            path.unlink()
-        write_manifest(partial, manifest)
-        durable.move_into_place(partial, final)
-        # it may be older than others: a service that was restarted may hold no newer one
-        others = [version for version in self._held() if version != manifest.version]
-        for version in others[: max(0, len(others) - self._keep + 1)]:
-            durable.remove_tree(self._directory / str(version))
-
-    def _held(self) -> list[int]:
-        """Versions at hand, ascending."""
-        return sorted(int(p.name) for p in self._directory.iterdir() if p.name.isdecimal())
-
     # Deltas
 
-    async def _chain(self, manifest: Manifest) -> list[Manifest]:
-        """The deltas to take from the newest version at hand; none if the files are shorter."""
-        held = [version for version in self._held() if version < manifest.version]
-        if not held:
-            return []
-        request = weights_pb2.ChainRequest(
-            format=self._format, have=held[-1], want=manifest.version
-        )
+    async def _chain(self, have: int, manifest: Manifest) -> list[Manifest]:
+        """The deltas to take from a version at hand; none if the files are shorter."""
+        request = weights_pb2.ChainRequest(format=self._format, have=have, want=manifest.version)
         give_up, attempt = time.monotonic() + self._patience_s, 0
         while True:
             try:
-                with calling(self._address):
+                with self._calling():
                     reply = await self._stub().Chain(request, timeout=_MAKE_DELTA_S)
-                deltas = [codec.manifest_from_pb(message) for message in reply.deltas]
-                return deltas if self._leads(deltas, held[-1], manifest.version) else []
+                deltas = [await self._manifest(delta) for delta in self._parsed(reply).deltas]
+                return deltas if self._leads(deltas, have, manifest.version) else []
             except FileNotFoundError:
                 return []
             except RetryError as error:
@@ -311,11 +334,16 @@ class WeightClient:
         )
 
     async def _follow(
-        self, deltas: list[Manifest], manifest: Manifest, partial: Path, phases: _Phases
+        self,
+        deltas: list[Manifest],
+        held: Manifest,
+        manifest: Manifest,
+        partial: Path,
+        phases: _Phases,
     ) -> None:
         """Fills `partial` from the version at hand and the deltas; other files come in full."""
-        base = self._directory / str(deltas[0].base_version)
-        at_hand = {entry.name: entry for entry in read_manifest(base).files}
+        base = self._held.directory(held.version)
+        at_hand = {entry.name: entry for entry in held.files}
         for entry in manifest.files:
             target = partial / entry.name
             if at_hand.get(entry.name) == entry:
@@ -395,11 +423,12 @@ class WeightClient:
         seconds = DEADLINE_S + missing / _SLOWEST_BYTES_PER_S
         call = self._stub().Fetch(request, timeout=seconds)
         try:
-            with calling(self._address), path.open("ab") as file:
+            with path.open("ab") as file, self._calling():
                 async for reply in call:
-                    await asyncio.to_thread(file.write, reply.data)
-                    missing -= len(reply.data)
-                    self._on_bytes(len(reply.data))
+                    data = self._parsed(reply).data
+                    await asyncio.to_thread(file.write, data)
+                    missing -= len(data)
+                    self._on_bytes(len(data))
         except FileNotFoundError as error:
             raise _GoneError(f"version {manifest.version} is gone ({error})") from None
         finally:
@@ -433,10 +462,12 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _is_whole(directory: Path, manifest: Manifest) -> bool:
-    """Whether an earlier fetch left this very version, still intact."""
-    with contextlib.suppress(FileNotFoundError, BadInputError, CorruptError):
-        if read_manifest(directory) == manifest:
-            verify_directory(directory, manifest)
-            return True
-    return False
+@contextlib.contextmanager
+def _disk_trouble_is_temporary() -> Iterator[None]:
+    """What this machine's disk refuses may come right: the sampler goes on with what it has."""
+    try:
+        yield
+    except AuthError:
+        raise
+    except OSError as error:
+        raise RetryError(f"the disk of the sampler: {error}") from error

@@ -26,10 +26,21 @@ def encode(
     """BF16 bits (uint16 [N, K] each) to the arrays of each; all share a global scale if there is.
 
     Raises:
-        BadInputError: NaN or infinity, or weights too small for the layout, with the tensor named.
+        BadInputError: NaN or infinity, weights too small for the layout, or so large that their
+            codes decode to infinity; with the tensor named.
     """
     if storage.format == WeightFormat.NVFP4:
-        return _encode_nvfp4(storage, matrices, names)
+        results = _encode_nvfp4(storage, matrices, names)
+    else:
+        results = _encode_eight_bits(storage, matrices, names)
+    for arrays, name in zip(results, names, strict=True):
+        _check_range(storage, arrays, name)
+    return results
+
+
+def _encode_eight_bits(
+    storage: Storage, matrices: Sequence[np.ndarray], names: Sequence[str]
+) -> list[tuple[np.ndarray, ...]]:
     results: list[tuple[np.ndarray, ...]] = []
     for bits, name in zip(matrices, names, strict=True):
         if storage.format == WeightFormat.FP8_BLOCK:
@@ -47,13 +58,15 @@ def _encode_nvfp4(
 ) -> list[tuple[np.ndarray, ...]]:
     """The uncalibrated activation scale is 1, as miles has it."""
     recipe = nvfp4.Recipe(storage.recipe)
-    shared = max(bf16.amax(bits, name) for bits, name in zip(matrices, names, strict=True))
+    measured = [nvfp4.measure(bits, name) for bits, name in zip(matrices, names, strict=True)]
+    shared = max(each.amax for each in measured)
     results = []
-    for bits, name in zip(matrices, names, strict=True):
-        tensor = nvfp4.encode(bits, amax=shared, recipe=recipe, name=name)
+    for each, name in zip(measured, names, strict=True):
+        tensor = nvfp4.encode_measured(each, amax=shared, recipe=recipe)
         scale = np.array(tensor.global_scale, np.float32)
         if storage.layout == Layout.COMPRESSED_TENSORS:
-            scale = _inverse(scale.reshape(1), recipe, name)
+            # Of zeros any scale will do; compressed-tensors itself writes 1.
+            scale = _inverse(scale.reshape(1), recipe, name) if shared else np.ones(1, np.float32)
         activation_scale = np.ones(scale.shape, np.float32)
         results.append((tensor.packed, tensor.block_scale, scale, activation_scale))
     return results
@@ -72,6 +85,29 @@ def _inverse(scale: np.ndarray, recipe: nvfp4.Recipe, name: str) -> np.ndarray:
             found=f"a scale of {scale[0]}",
         )
     return inverse
+
+
+def _check_range(storage: Storage, arrays: Sequence[np.ndarray], name: str) -> None:
+    """A scale that was rounded up may decode the largest BF16 numbers to infinity."""
+    if _bound(storage, arrays) < 2.0**127:
+        return
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(decode(storage, arrays)).all()
+    if not finite:
+        raise BadInputError(
+            f"tensor {name} in {storage.format}",
+            expected="weights whose codes decode to finite numbers",
+            found="some close to the end of float32",
+        )
+
+
+def _bound(storage: Storage, arrays: Sequence[np.ndarray]) -> float:
+    """No element of `decode(arrays)` is larger."""
+    if storage.format == WeightFormat.NVFP4:
+        scale = float(arrays[2].item())
+        return 6 * 448 * (scale if storage.layout == Layout.MODELOPT else 1 / scale)
+    largest = arrays[1].max(initial=0)
+    return 448 * float(mxfp8.SCALES[largest] if storage.format == WeightFormat.MXFP8 else largest)
 
 
 def decode(storage: Storage, arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -14,7 +14,7 @@ from weight_sync.formats.nvfp4 import Recipe
 class WeightsConfig(Section):
     """How the weight service keeps and converts versions."""
 
-    # The newest ones, besides what is pinned or being fetched. Deltas are made between these.
+    # The newest ones, besides what is being fetched. Deltas are made between these.
     keep_versions: int = Field(3, ge=1)
     # A sampler further behind takes the full snapshot; older deltas are removed.
     max_deltas: int = Field(16, ge=1)

@@ -8,6 +8,7 @@ bytes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ import numpy as np
 from contracts.errors import BadInputError
 from contracts.types import WeightFormat
 from weight_sync import coding, durable, journal, layouts
-from weight_sync.formats import bf16
+from weight_sync.formats import bf16, finite
 from weight_sync.layouts import Layout, Storage
 from weight_sync.manifest import checkpoint_files
 from weight_sync.plan import (
@@ -33,7 +34,7 @@ from weight_sync.plan import (
     plan_conversion,
     plan_decoding,
 )
-from weight_sync.safetensors_file import INDEX_NAME, Checkpoint, TensorSpec, Writer
+from weight_sync.safetensors_file import INDEX_NAME, Checkpoint, TensorSpec, Writer, has_frame
 
 LEGACY_CONFIG_NAME = "hf_quant_config.json"  # ModelOpt's own, where config.json says nothing
 
@@ -124,6 +125,8 @@ def _read_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except ValueError as error:
         raise BadInputError(f"{path}", expected="JSON", found=str(error)) from None
+    except RecursionError:
+        raise BadInputError(f"{path}", expected="JSON", found="some that is too deep") from None
     if not isinstance(content, dict):
         raise BadInputError(f"{path}", expected="an object", found=type(content).__name__)
     return content
@@ -166,22 +169,36 @@ def convert_resumably(
     *,
     on_start: Callable[[int], None] = lambda num_bytes: None,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
+    check: Callable[[Path], None] = lambda directory: None,
 ) -> ConversionPlan:
     """As `convert_directory`, but what a kill interrupts the same call continues.
 
-    `on_start` hears the source bytes that were done before. A journal is kept beside `destination`
-    (`weight_sync.journal`); it stays when the disk is full or the process dies, and goes when the
-    source is at fault.
+    `on_start` hears the source bytes that were done before; `check` may look at the result before
+    it appears as `destination`, and prevents that when it raises. A journal is kept beside
+    `destination` (`weight_sync.journal`); it stays when the disk is full or the process dies, and
+    goes when the source is at fault. A run that ended just after the result appeared counts as
+    interrupted too: the same call finds all done.
 
     Raises:
         BadInputError, OSError: as `convert_directory`.
         ConflictError: another process converts to `destination`.
     """
-    check_destination(destination)
+    check_destination(destination, resumes=True)
     plan, checkpoint = plan_directory(source, options)
+    fingerprint = _fingerprint(source, options, plan)
+    if _is_finished(destination, fingerprint, plan):
+        on_start(sum(source_bytes(action, checkpoint) for action in plan.actions))
+        check(destination)
+        journal.discard(destination)
+        return plan
+    check_destination(destination)
     destination.parent.mkdir(parents=True, exist_ok=True)
     _check_space(destination, plan, held=journal.held_bytes(destination))
-    with journal.resuming(destination, _fingerprint(source, options, plan)) as (staged, log):
+
+    def is_intact(staged: Path) -> bool:
+        return _is_intact(staged, plan)
+
+    with journal.resuming(destination, fingerprint, is_intact) as (staged, log):
         try:
             check_destination(destination)  # again, now that nobody else makes it
             _write_small_files(source, staged, plan)
@@ -200,6 +217,7 @@ def convert_resumably(
                     log.add(left[id(action)], flush)
                     on_progress(num_bytes)
                 log.flush(flush)
+            check(staged)
             durable.move_into_place(staged, destination)
         except BadInputError:
             journal.discard(destination)
@@ -208,10 +226,25 @@ def convert_resumably(
     return plan
 
 
+def _is_finished(destination: Path, fingerprint: str, plan: ConversionPlan) -> bool:
+    """Whether `destination` is what this conversion made, and its journal alone is left over."""
+    if not journal.has_moved(destination):
+        return False
+    done = journal.moved_actions(destination, fingerprint)
+    return done == set(range(len(plan.actions))) and _is_intact(destination, plan)
+
+
+def _is_intact(directory: Path, plan: ConversionPlan) -> bool:
+    """Whether the files that a plan's tensors go to are there, as long as they were made."""
+    by_file = _by_file(plan.outputs)
+    return all(has_frame(directory / name, specs) for name, specs in by_file.items())
+
+
 def _fingerprint(source: Path, options: Options, plan: ConversionPlan) -> str:
     """Of all that decides the bytes of the result: source files, options, plan, our version.
 
-    Of safetensors files the header is read, and size and time of change vouch for the rest.
+    Of safetensors files the header is read; for the rest vouch the size, which file it is, and when
+    its content and its status changed: the last cannot be set back.
     """
     files = []
     for path in checkpoint_files(source):
@@ -222,14 +255,21 @@ def _fingerprint(source: Path, options: Options, plan: ConversionPlan) -> str:
                 head += file.read(int.from_bytes(head, "little"))
             else:
                 head += file.read()
-        files.append((path.name, status.st_size, status.st_mtime_ns, durable.checksum(head)))
+        times = status.st_mtime_ns, status.st_ctime_ns
+        identity = status.st_size, status.st_ino, *times
+        files.append((path.name, *identity, durable.checksum(head)))
     chosen = {key: value for key, value in asdict(options).items() if key != "threads"}
     content = repr((layouts.software_version(), files, sorted(chosen.items()), plan))
     return durable.checksum(content.encode())
 
 
-def check_destination(destination: Path) -> None:
-    """Raises BadInputError unless a new directory can have this name."""
+def check_destination(destination: Path, *, resumes: bool = False) -> None:
+    """Raises BadInputError unless a new directory can have this name.
+
+    With `resumes` it may be there if `convert_resumably` was ended before it had tidied up.
+    """
+    if resumes and journal.has_moved(destination):
+        return
     if os.path.lexists(destination):
         link = destination.is_symlink() and not destination.exists()
         found = f"a link to {os.readlink(destination)}, where nothing is" if link else "it exists"
@@ -244,12 +284,9 @@ def _check_space(destination: Path, plan: ConversionPlan, *, held: int = 0) -> N
     """`held` bytes of an earlier attempt are overwritten or removed."""
     needed = sum(spec.num_bytes for spec in plan.outputs) - held
     free = shutil.disk_usage(destination.parent).free
-    if needed > free:
-        raise BadInputError(
-            f"disk of {destination.parent}",
-            expected=f"{needed / 1e6:.1f} MB free",
-            found=f"{free / 1e6:.1f} MB",
-        )
+    if needed > free:  # as the disk itself would say it, so that callers wait for room alike
+        room = f"{needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free"
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{destination.parent} ({room})")
 
 
 def _write_small_files(source: Path, staged: Path, plan: ConversionPlan) -> None:
@@ -270,17 +307,21 @@ def _write_small_files(source: Path, staged: Path, plan: ConversionPlan) -> None
 def _writers(
     staged: Path, specs: Sequence[TensorSpec], *, resumes: bool = False
 ) -> Iterator[dict[str, Writer]]:
-    by_file: dict[str, list[TensorSpec]] = {}
-    for spec in specs:
-        by_file.setdefault(spec.file, []).append(spec)
     writers: dict[str, Writer] = {}
     try:
-        for name, own in by_file.items():
+        for name, own in _by_file(specs).items():
             writers[name] = Writer(staged / name, own, resumes=resumes)
         yield writers
     finally:
         for writer in writers.values():
             writer.close()
+
+
+def _by_file(specs: Sequence[TensorSpec]) -> dict[str, list[TensorSpec]]:
+    by_file: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        by_file.setdefault(spec.file, []).append(spec)
+    return by_file
 
 
 def _carry_out(
@@ -345,21 +386,22 @@ def _decode(action: Action, checkpoint: Checkpoint) -> np.ndarray:
     assert action.storage is not None
     arrays = [_read_values(region, checkpoint) for region in action.sources]
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        values = coding.decode(action.storage, arrays)
-    if not (finite := np.isfinite(values)).all():
-        raise BadInputError(
-            f"tensor {action.sources[0].tensor}",
-            expected="finite weights",
-            found=f"{finite.size - int(finite.sum())} NaN or infinite of {finite.size}",
-        )
-    return values
+        return coding.decode(action.storage, arrays)
 
 
 def make(action: Action, checkpoint: Checkpoint) -> list[tuple[np.ndarray, ...]]:
-    """The arrays of each of an action's outputs, in the plan's order. Raises BadInputError."""
+    """The arrays of each of an action's outputs, in the plan's order.
+
+    Raises:
+        BadInputError: NaN or infinity in the source or, of what is rounded, in the result; or what
+            `coding.encode` refuses. The tensor is named.
+    """
     if action.kind == Kind.DROP:
         return []
     if action.kind == Kind.COPY:
+        for region in action.sources:
+            header = checkpoint.tensors[region.tensor]
+            finite.check(checkpoint.bytes_of(region.tensor), header.dtype, region.tensor)
         return [(checkpoint.bytes_of(region.tensor),) for region in action.sources]
     if action.kind == Kind.ENCODE:
         assert action.storage is not None
@@ -368,7 +410,9 @@ def make(action: Action, checkpoint: Checkpoint) -> list[tuple[np.ndarray, ...]]
     ((spec,),) = action.outputs
     if action.kind == Kind.CAST:
         (region,) = action.sources
-        read = read_bits if spec.dtype == "BF16" else _read_values
-        return [(read(region, checkpoint),)]
-    values = _decode(action, checkpoint)
-    return [(bf16.round_from(values) if spec.dtype == "BF16" else values,)]
+        array = (read_bits if spec.dtype == "BF16" else _read_values)(region, checkpoint)
+    else:
+        array = _decode(action, checkpoint)
+        array = bf16.round_from(array) if spec.dtype == "BF16" else array
+    finite.check(array, spec.dtype, spec.name)
+    return [(array,)]

@@ -7,6 +7,7 @@ tensors.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import xxhash
 
+# What a machine refuses for a while, and says nothing of the bytes that are on its disk.
+TEMPORARY = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _READ_BYTES = 4 * 1024 * 1024
 
 
@@ -53,9 +56,14 @@ def flush_tree(directory: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file: afterwards it holds the old text or the new, whatever happens."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """As `write_text`."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        aside.write_text(text)
+        aside.write_bytes(data)
         flush(aside)
         aside.rename(path)
     finally:
@@ -111,11 +119,17 @@ def move_into_place(staged: Path, final: Path) -> None:
     flush(final.parent)
 
 
-def remove_tree(directory: Path) -> None:
-    """Removes a directory if it is there. It vanishes from its name at once, its files after."""
-    doomed = directory.with_name(f".doomed-{uuid.uuid4().hex[:8]}")
+def remove_tree(path: Path) -> None:
+    """Removes a directory, a file or a link if it is there.
+
+    A directory vanishes from its name at once, its files after.
+    """
+    doomed = path.with_name(f".doomed-{uuid.uuid4().hex[:8]}")
     try:
-        directory.rename(doomed)
+        path.rename(doomed)
     except FileNotFoundError:
         return
-    shutil.rmtree(doomed, ignore_errors=True)
+    if doomed.is_dir() and not doomed.is_symlink():
+        shutil.rmtree(doomed, ignore_errors=True)
+    else:
+        doomed.unlink(missing_ok=True)

@@ -5,7 +5,9 @@ it, and the journal of the actions whose bytes are on disk. Knows nothing of ten
 
     .NAME.partial/journal      the fingerprint of source and options; then a line per action done
     .NAME.partial/checkpoint   becomes NAME at the end, by one rename
-A journal of another fingerprint, or without its checkpoint, counts for nothing: all starts anew.
+A journal of another fingerprint, or whose checkpoint is not as it was left, counts for nothing:
+all starts anew. One without a checkpoint, beside a NAME, is of a run that ended between the rename
+and the removal of the folder.
 """
 
 from __future__ import annotations
@@ -54,10 +56,13 @@ class Journal:
 
 
 @contextlib.contextmanager
-def resuming(final: Path, fingerprint: str) -> Iterator[tuple[Path, Journal]]:
+def resuming(
+    final: Path, fingerprint: str, is_intact: Callable[[Path], bool] = lambda staged: True
+) -> Iterator[tuple[Path, Journal]]:
     """The checkpoint folder to fill and the journal of what it holds.
 
-    The folder stays where it is when the block fails; `discard` removes it.
+    `is_intact` is asked of a folder that an earlier run left. The folder stays where it is when the
+    block fails; `discard` removes it.
 
     Raises:
         ConflictError: another process converts to `final`.
@@ -65,8 +70,9 @@ def resuming(final: Path, fingerprint: str) -> Iterator[tuple[Path, Journal]]:
     partial = _folder(final)
     with _locked(partial, final):
         staged = partial / "checkpoint"
-        done = _read(partial / "journal", fingerprint) if staged.is_dir() else None
-        if done is None:
+        done = _read(partial / "journal", fingerprint)
+        if done is None or not staged.is_dir() or not is_intact(staged):
+            done = None
             (partial / "journal").unlink(missing_ok=True)
             durable.remove_tree(staged)
             staged.mkdir()
@@ -75,6 +81,21 @@ def resuming(final: Path, fingerprint: str) -> Iterator[tuple[Path, Journal]]:
             yield staged, journal
         finally:
             journal.close()
+
+
+def has_moved(final: Path) -> bool:
+    """Whether a run was ended after it had renamed its checkpoint to `final`."""
+    partial = _folder(final)
+    return (
+        final.is_dir()
+        and (partial / "journal").is_file()
+        and not os.path.lexists(partial / "checkpoint")
+    )
+
+
+def moved_actions(final: Path, fingerprint: str) -> set[int] | None:
+    """The actions of the run of `has_moved`; None if it was of another fingerprint."""
+    return _read(_folder(final) / "journal", fingerprint)
 
 
 def discard(final: Path) -> None:

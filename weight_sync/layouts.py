@@ -235,8 +235,12 @@ def _compressed_tensors_formats(given: Mapping[str, Any]) -> set[str]:
     formats: set[str] = set()
     groups = given.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
+        weights = (group.get("weights") or {}) if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            formats.add("none")
+            continue
         name = str(group.get("format") or given.get("format"))
-        strategy = (group.get("weights") or {}).get("strategy")
+        strategy = weights.get("strategy")
         channels = name != "float-quantized" or strategy == "channel"
         formats.add(name if channels else f"{name} per {strategy}")
     return formats

@@ -1,22 +1,26 @@
 """Manifests: every byte of one version in one format, named and checksummed.
 
 Owns `manifest.json`, which files of a directory belong to a checkpoint, and the comparison of a
-directory with its manifest. A manifest never lists itself.
+directory with its manifest. A manifest never lists itself; its text is `contracts.manifests`'.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
+import re
 from pathlib import Path
 
-from contracts.errors import BadInputError, RetryError
+from contracts.errors import LONGEST_NAME, BadInputError, RetryError
+from contracts.manifests import manifest_from_text, manifest_to_text
 from contracts.types import FileEntry, Manifest, TensorEntry, WeightFormat
 from weight_sync import durable
 from weight_sync.safetensors_file import Mapping, read_headers
 
 NAME = "manifest.json"
+# Weights, configs, tokenizers (SentencePiece, tiktoken, BPE), templates, a model's own code.
 _SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
+_SUFFIXES += (".tiktoken", ".bpe", ".spm", ".py")
 
 
 class CorruptError(RetryError):
@@ -24,8 +28,24 @@ class CorruptError(RetryError):
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name from a peer is safe to use in a directory of ours."""
-    return bool(name) and not name.startswith(".") and not set(name) & {"/", "\\", "\0"}
+    """Whether a name from a peer is safe to use in a directory of ours, also with a suffix."""
+    return (
+        bool(name)
+        and name.isprintable()
+        and len(name.encode()) <= LONGEST_NAME
+        and not name.startswith(".")
+        and not set(name) & {"/", "\\"}
+    )
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a checkpoint may have such a file; others in its directory are passed over."""
+    return is_plain_name(name) and name != NAME and name.endswith(_SUFFIXES)
+
+
+def version_of(name: str) -> int | None:
+    """The version that a directory of this name holds; None if it is none of ours."""
+    return int(name) if re.fullmatch(r"[1-9][0-9]{0,18}", name) else None
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -38,14 +58,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
         raise BadInputError(
             f"checkpoint {directory}", expected="a directory with config.json", found="none"
         )
-    return sorted(
-        path
-        for path in directory.iterdir()
-        if path.suffix in _SUFFIXES
-        and path.name != NAME
-        and is_plain_name(path.name)
-        and path.is_file()
-    )
+    return sorted(p for p in directory.iterdir() if is_checkpoint_name(p.name) and p.is_file())
 
 
 def describe_file(path: Path) -> tuple[FileEntry, tuple[TensorEntry, ...]]:
@@ -107,28 +120,37 @@ def verify_file(path: Path, manifest: Manifest, expected: FileEntry) -> None:
     Its name may be another one while it is not yet complete.
     """
     tensors = {entry.name: entry for entry in manifest.tensors if entry.file == expected.name}
+    what = f"{expected.name} of version {manifest.version} in {manifest.format}"
     try:
         found, entries = describe_file(path)
     except FileNotFoundError:
-        raise CorruptError(f"{path} of version {manifest.version} is missing") from None
-    except BadInputError as error:
-        raise CorruptError(f"version {manifest.version}: {error}") from None
+        raise CorruptError(f"{what} is missing") from None
+    except BadInputError:
+        raise CorruptError(f"{what} is no whole safetensors file") from None
     wrong = [entry.name for entry in entries if tensors.get(entry.name) != entry]
     if wrong:
-        raise CorruptError(
-            f"{path} of version {manifest.version}: tensor {wrong[0]} is not the one announced"
-        )
+        raise CorruptError(f"{what}: tensor {wrong[0]} is not the one announced")
     found = dataclasses.replace(found, name=expected.name)
     if found != expected or len(entries) != len(tensors):
         raise CorruptError(
-            f"{path} of version {manifest.version}: expected {expected.num_bytes} bytes with "
-            f"checksum {expected.checksum}, found {found.num_bytes} with {found.checksum}"
+            f"{what}: expected {expected.num_bytes} bytes with checksum {expected.checksum}, "
+            f"found {found.num_bytes} with {found.checksum}"
         )
 
 
+def extra_files(directory: Path, manifest: Manifest) -> list[Path]:
+    """What lies in a version's directory and is no file of its manifest."""
+    names = {NAME, *(entry.name for entry in manifest.files)}
+    with os.scandir(directory) as found:
+        return [
+            directory / entry.name
+            for entry in found
+            if entry.name not in names or not entry.is_file(follow_symlinks=False)
+        ]
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    text = json.dumps(dataclasses.asdict(manifest), separators=(",", ":"))
-    durable.write_text(directory / NAME, text + "\n")
+    durable.write_bytes(directory / NAME, manifest_to_text(manifest))
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -136,22 +158,15 @@ def read_manifest(path: str | Path) -> Manifest:
 
     Raises:
         FileNotFoundError: no manifest there.
-        BadInputError: not a manifest.
+        CorruptError: not a manifest, one of which a bit has changed, or one that cannot be read.
     """
     path = Path(path)
     path = path / NAME if path.is_dir() else path
     try:
-        data = json.loads(path.read_text())
-        return Manifest(
-            version=data["version"],
-            format=WeightFormat(data["format"]),
-            recipe=data["recipe"],
-            base_version=data["base_version"],
-            files=tuple(FileEntry(**entry) for entry in data["files"]),
-            tensors=tuple(
-                TensorEntry(**{**entry, "shape": tuple(entry["shape"])})
-                for entry in data["tensors"]
-            ),
-        )
-    except (ValueError, TypeError, KeyError) as error:
-        raise BadInputError(f"{path}", expected="a manifest", found=f"{error!r}") from None
+        return manifest_from_text(path.read_bytes())
+    except RetryError as error:
+        raise CorruptError(f"{path}: {error}") from None
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or error.errno in durable.TEMPORARY:
+            raise
+        raise CorruptError(f"{path}: {error.strerror}") from None

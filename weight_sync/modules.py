@@ -1,8 +1,12 @@
 """What the tensors of a model are, by their names alone.
 
 Owns the naming of Qwen3-MoE, Qwen3.5/3.6-MoE and dense Llama-like checkpoints in both of Hugging
-Face's forms, per expert and with the experts fused, and which modules engines run as one matrix.
-Must not know formats.
+Face's forms, per expert and with the experts fused, which architectures fuse them in which order,
+and which modules engines run as one matrix. Must not know formats.
+
+Fused experts lie as [E, 2F, D], gate first, and [E, D, F] in checkpoints of FUSED_MODEL_TYPES
+(transformers 5.x, conversion_mapping.py: experts are merged, never turned). Under the same names
+qwen3_vl_moe has [E, D, 2F] and [E, F, D], and gpt_oss those with gate and up interleaved.
 
 Fusions: `packed_modules_mapping` of sglang's qwen3_moe.py and qwen3_5.py and of vllm's qwen3_5.py;
 for vision, sglang's qwen3_vl.py, which loads `attn.qkv` as `attn.qkv_proj`.
@@ -16,11 +20,20 @@ import re
 _LAYER = r"model\.(?:language_model\.)?layers\.\d+"
 EXPERT = re.compile(rf"({_LAYER}\.mlp\.experts\.\d+\.(?:gate|up|down)_proj)\.weight")
 FUSED_EXPERTS = re.compile(rf"({_LAYER}\.mlp\.experts)\.(gate_up_proj|down_proj)")
+FUSED_MODEL_TYPES = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+)
 DENSE = re.compile(rf"({_LAYER}\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj))\.weight")
+
+_ANY_EXPERTS = re.compile(r"(^|\.)(experts|block_sparse_moe)\.")
 
 _ENGINE_FUSIONS = (
     (re.compile(r"(.*\.self_attn)\.[qkv]_proj"), "qkv_proj"),
-    (re.compile(r"(.*\.mlp(?:\.shared_expert)?)\.(?:gate|up)_proj"), "gate_up_proj"),
+    (re.compile(r"(.*\.mlp(?:\.shared_experts?)?)\.(?:gate|up)_proj"), "gate_up_proj"),
     (re.compile(r"(.*\.linear_attn)\.in_proj_(?:qkv|z)"), "in_proj_qkvz"),
     (re.compile(r"(.*\.linear_attn)\.in_proj_[ab]"), "in_proj_ba"),
     (re.compile(r"(.*visual\..*\.attn)\.qkv"), "qkv_proj"),
@@ -56,7 +69,7 @@ _CLASSES = (
     (re.compile(r"(^|\.)embed_tokens\."), TensorClass.EMBEDDINGS),
     (re.compile(r"(^|\.)lm_head\."), TensorClass.HEAD),
     (re.compile(r"\.mlp\.experts\."), TensorClass.EXPERTS),
-    (re.compile(r"\.mlp\.shared_expert(_gate)?\."), TensorClass.SHARED_EXPERTS),
+    (re.compile(r"\.mlp\.shared_expert(s|_gate)?\."), TensorClass.SHARED_EXPERTS),
     (re.compile(r"\.mlp\.gate\."), TensorClass.ROUTERS),
     (re.compile(r"\.linear_attn\."), TensorClass.LINEAR_ATTENTION),
     (re.compile(r"\.self_attn\."), TensorClass.ATTENTION),
@@ -73,6 +86,16 @@ def classify(name: str) -> TensorClass:
 def has_experts(names: list[str]) -> bool:
     """Whether a model of these tensors is a mixture of experts."""
     return any(EXPERT.fullmatch(name) or FUSED_EXPERTS.fullmatch(name) for name in names)
+
+
+def is_unknown_expert(name: str) -> bool:
+    """Whether a tensor belongs to experts of the language model, but not under a name known here.
+
+    Mixtral's `block_sparse_moe`, Llama 4's `feed_forward.experts`, biases of experts and the like.
+    """
+    known = EXPERT.fullmatch(name) or FUSED_EXPERTS.fullmatch(name)
+    kept = classify(name) in (TensorClass.MTP, TensorClass.VISION)
+    return not known and not kept and _ANY_EXPERTS.search(name) is not None
 
 
 def fusion(module: str) -> str:

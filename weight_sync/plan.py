@@ -1,7 +1,8 @@
-"""What a conversion does with each tensor, decided from names, dtypes and shapes alone.
+"""What a conversion does with each tensor, decided from the config and the tensors' headers alone.
 
 Owns which modules each format quantizes, the names and shapes of the result, and its config.json.
-Pure: no file is opened here.
+Pure: no file is opened here. Names and shapes alone do not tell how fused experts lie, so of those
+the config decides: its model_type must be one whose order is known, and its sizes must fit.
 
 Quantized are, in layers `model[.language_model].layers.N`:
     of a mixture of experts
@@ -34,8 +35,10 @@ from weight_sync.modules import (
     DENSE,
     EXPERT,
     FUSED_EXPERTS,
+    FUSED_MODEL_TYPES,
     fusion,
     has_experts,
+    is_unknown_expert,
     linear_module,
     scale_group,
 )
@@ -111,9 +114,9 @@ def plan_conversion(
     `ignore` holds globs of module names (without `.weight`) that stay as they are.
 
     Raises:
-        BadInputError: an already quantized source, a shape the format cannot hold, nothing to
-            quantize, a layout the format does not have, or an `ignore` that splits a matrix which
-            engines fuse.
+        BadInputError: an already quantized source, a shape the format cannot hold, experts whose
+            names or order are not known, nothing to quantize, a layout the format does not have, or
+            an `ignore` that splits a matrix which engines fuse.
     """
     if "quantization_config" in config:
         given = config["quantization_config"]
@@ -130,7 +133,7 @@ def plan_conversion(
             config=_with_dtype(config, "bfloat16"),
         )
     storage = layouts.choose_storage(format, recipe, layout)
-    matrices = _matrices(tensors, format)
+    matrices = _matrices(config, tensors, format)
     ignored = {m.module for m in matrices if any(fnmatchcase(m.module, glob) for glob in ignore)}
     _check_fusions([m.module for m in matrices], ignored)
     chosen = [m for m in matrices if m.module not in ignored]
@@ -201,12 +204,12 @@ def plan_decoding(
 
 
 def unmatched(
-    ignore: Sequence[str], tensors: Mapping[str, TensorHeader], format: WeightFormat
+    ignore: Sequence[str], plan: ConversionPlan, tensors: Mapping[str, TensorHeader]
 ) -> list[str]:
-    """The globs of `ignore` that fit no module of a checkpoint that `plan_conversion` accepts."""
+    """The globs of `ignore` that fit no module of the checkpoint that was planned."""
     modules = {name.removesuffix(".weight") for name in tensors}
-    if format != WeightFormat.BF16:
-        modules |= {matrix.module for matrix in _matrices(tensors, format)}
+    if plan.format != WeightFormat.BF16:
+        modules |= {matrix.module for matrix in _matrices(plan.config, tensors, plan.format)}
     return [glob for glob in ignore if not any(fnmatchcase(name, glob) for name in modules)]
 
 
@@ -247,11 +250,29 @@ def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return {**config, **changed}
 
 
-def _matrices(tensors: Mapping[str, TensorHeader], format: WeightFormat) -> list[_Matrix]:
+def sizes(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """A mixture's model width D and expert width F, as its config has them."""
+    text = _text_config(config)
+    found = (text.get("hidden_size"), text.get("moe_intermediate_size"))
+    D, F = (size if type(size) is int else None for size in found)
+    return D, F
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the language model, where the config has parts."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _matrices(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], format: WeightFormat
+) -> list[_Matrix]:
+    _check_experts(config, tensors)
     takes_dense = format != WeightFormat.NVFP4 or not has_experts(list(tensors))
     found = []
     for name, header in tensors.items():
         if fused := FUSED_EXPERTS.fullmatch(name):
+            _check_fused(config, fused[2], name, header)
             matrices = _split_fused(fused[1], fused[2], name, header)
         elif match := EXPERT.fullmatch(name) or (DENSE.fullmatch(name) if takes_dense else None):
             if len(header.shape) != 2:
@@ -265,24 +286,74 @@ def _matrices(tensors: Mapping[str, TensorHeader], format: WeightFormat) -> list
             raise BadInputError(
                 f"tensor {name}", expected="BF16, F16 or F32 weights", found=header.dtype
             )
+        if 0 in header.shape:
+            raise BadInputError(f"tensor {name}", expected="weights", found=header.shape)
         found += matrices
+    _check_matrices(found, format)
+    return found
+
+
+def _check_matrices(matrices: Sequence[_Matrix], format: WeightFormat) -> None:
     multiple = layouts.column_multiple(format)
-    for matrix in found:
+    source_of: dict[str, str] = {}
+    for matrix in matrices:
+        name = matrix.source.tensor
+        if (other := source_of.setdefault(matrix.module, name)) != name:
+            raise BadInputError(
+                "source checkpoint",
+                expected=f"{matrix.module} once",
+                found=f"it in {other} and in {name}",
+            )
         if matrix.shape[1] % multiple:
             raise BadInputError(
                 f"tensor {matrix.module}.weight in {format}",
                 expected=f"columns in multiples of {multiple}",
                 found=matrix.shape[1],
             )
-    return found
+
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _check_experts(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
+    """A mixture whose experts were not found would count as a model without any."""
+    expected = "experts named model.layers.N.mlp.experts.M.{gate,up,down}_proj.weight, or fused"
+    if unknown := next(filter(is_unknown_expert, tensors), None):
+        raise BadInputError("source checkpoint", expected=expected, found=unknown)
+    text = _text_config(config)
+    for key in _NUM_EXPERTS:
+        num = text.get(key)
+        if type(num) is int and num > 1 and not has_experts(list(tensors)):
+            raise BadInputError("source checkpoint", expected=expected, found=f"none of {num}")
+
+
+def _check_fused(config: Mapping[str, Any], part: str, name: str, header: TensorHeader) -> None:
+    """Refuses fused experts unless they lie as [E, 2F, D], gate first, and [E, D, F]."""
+    if (model_type := config.get("model_type")) not in FUSED_MODEL_TYPES:
+        raise BadInputError(
+            f"tensor {name}",
+            expected=f"fused experts of a model_type whose order of gate and up is known "
+            f"({', '.join(FUSED_MODEL_TYPES)})",
+            found=f"model_type {model_type}",
+        )
+    D, F = sizes(config)
+    if D is None or F is None:
+        raise BadInputError(
+            "config.json",
+            expected=f"hidden_size and moe_intermediate_size, to cut {name}",
+            found=f"{D} and {F}",
+        )
+    letters, shape = ("2F, D", (2 * F, D)) if part == "gate_up_proj" else ("D, F", (D, F))
+    if len(header.shape) != 3 or header.shape[1:] != shape:
+        raise BadInputError(
+            f"tensor {name}",
+            expected=f"[E, {letters}], of the config's sizes [E, {shape[0]}, {shape[1]}]",
+            found=header.shape,
+        )
 
 
 def _split_fused(prefix: str, part: str, name: str, header: TensorHeader) -> list[_Matrix]:
     """gate_up_proj [E, 2F, D] (gate first) and down_proj [E, D, F] as per-expert matrices."""
-    if len(header.shape) != 3 or (part == "gate_up_proj" and header.shape[1] % 2):
-        raise BadInputError(
-            f"tensor {name}", expected="[E, 2F, D] or [E, D, F]", found=header.shape
-        )
     E, N, K = header.shape
     names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
     N //= len(names)

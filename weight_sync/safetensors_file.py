@@ -11,7 +11,8 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,8 @@ DTYPE_BYTES = {
 }
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+_MAX_DIMS, _MAX_BYTES = 32, 2**60  # what numpy can shape, whatever dimension is 0
+_SHARD_NAME = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 # What numpy has no type for is seen as its bits.
 _NUMPY = {
     **dict.fromkeys(("U8", "F8_E4M3", "F8_E8M0"), np.uint8),
@@ -69,6 +72,18 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
     def refuse(found: str) -> BadInputError:
         return BadInputError(f"{path}", expected="a whole safetensors file", found=found)
 
+    def located(entry: dict) -> TensorHeader:
+        start, end = entry["data_offsets"]
+        if type(start) is not int or type(end) is not int or not isinstance(entry["shape"], list):
+            raise TypeError(f"{entry}")
+        return TensorHeader(
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            file=path.name,
+            start=8 + length + start,
+            end=8 + length + end,
+        )
+
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -77,17 +92,8 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            tensors = {
-                name: TensorHeader(
-                    dtype=entry["dtype"],
-                    shape=tuple(entry["shape"]),
-                    file=path.name,
-                    start=8 + length + entry["data_offsets"][0],
-                    end=8 + length + entry["data_offsets"][1],
-                )
-                for name, entry in header.items()
-            }
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            tensors = {name: located(entry) for name, entry in header.items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise refuse(f"a header that does not parse ({error!r})") from None
         except RecursionError:
             raise refuse("a header that does not parse (too deep)") from None
@@ -96,6 +102,9 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
         if not isinstance(tensor.dtype, str) or tensor.dtype not in DTYPE_BYTES:
             raise refuse(f"tensor {name} of unknown dtype {tensor.dtype}")
         if any(type(dim) is not int or dim < 0 for dim in tensor.shape):
+            raise refuse(f"tensor {name} of shape {list(tensor.shape)}")
+        room = DTYPE_BYTES[tensor.dtype] * math.prod(max(dim, 1) for dim in tensor.shape)
+        if len(tensor.shape) > _MAX_DIMS or room > _MAX_BYTES:
             raise refuse(f"tensor {name} of shape {list(tensor.shape)}")
         num_bytes = DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
         if tensor.start != position or tensor.end - tensor.start != num_bytes:
@@ -125,14 +134,16 @@ class Checkpoint:
     """The tensors of a Hugging Face checkpoint directory, mapped.
 
     Raises:
-        BadInputError: no tensors, a shard that the index names is missing, a tensor twice.
+        BadInputError: no tensors, a tensor twice, or an index that says otherwise than the shards
+            which it names.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.tensors: dict[str, TensorHeader] = {}
         self._files: dict[str, Mapping] = {}
-        for path in _shards(directory):
+        index = _read_index(directory)
+        for path in _shards(directory, index):
             for name, header in read_headers(path).items():
                 if name in self.tensors:
                     raise BadInputError(
@@ -142,6 +153,10 @@ class Checkpoint:
                     )
                 self.tensors[name] = header
             self._files[path.name] = Mapping(path)
+        if not self.tensors:
+            raise BadInputError(f"checkpoint {directory}", expected="tensors", found="none")
+        if index is not None:
+            _check_index(directory / INDEX_NAME, index, self.tensors)
 
     def bytes_of(self, name: str) -> np.ndarray:
         """A tensor's bytes, uint8, a view of the mapping."""
@@ -162,25 +177,92 @@ class Checkpoint:
         self._files[header.file].release(header.start + first, end)
 
 
-def _shards(directory: Path) -> list[Path]:
-    index = directory / INDEX_NAME
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            missing = [name for name in names if not (directory / name).is_file()]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+def _read_index(directory: Path) -> dict[str, str] | None:
+    """The index's file of each tensor; None if there is no index."""
+    path = directory / INDEX_NAME
+    if not path.exists():
+        return None
+
+    def refuse(found: str) -> BadInputError:
+        expected = "an index with a weight_map of *.safetensors files beside it"
+        return BadInputError(f"{path}", expected=expected, found=found)
+
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+    except RecursionError:
+        raise refuse("JSON that is too deep") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise refuse(f"{error!r}") from None
+    if not isinstance(weight_map, dict):
+        raise refuse(f"one that is {weight_map!r}")
+    for file in weight_map.values():
+        # A folder in it would make two files of one name, and files that nobody fingerprints.
+        if not isinstance(file, str) or not _SHARD_NAME.fullmatch(file):
+            raise refuse(repr(file))
+    return weight_map
+
+
+def _shards(directory: Path, index: dict[str, str] | None) -> list[Path]:
+    if index is None:
+        shards = sorted(p for p in directory.iterdir() if _SHARD_NAME.fullmatch(p.name))
+        if not shards:
             raise BadInputError(
-                f"{index}", expected="an index with a weight_map", found=f"{error!r}"
-            ) from None
-        if missing:
-            raise BadInputError(
-                f"{index}", expected=f"{len(names)} shards beside it", found=f"no {missing[0]}"
+                f"checkpoint {directory}", expected="*.safetensors files", found="none"
             )
-        return [directory / name for name in names]
-    shards = sorted(directory.glob("*.safetensors"))
-    if not shards:
-        raise BadInputError(f"checkpoint {directory}", expected="*.safetensors files", found="none")
+        return shards
+    shards = [directory / name for name in sorted(set(index.values()))]
+    if missing := [path.name for path in shards if not path.is_file()]:
+        raise BadInputError(
+            f"{directory / INDEX_NAME}",
+            expected=f"{len(shards)} shards beside it",
+            found=f"no {missing[0]}",
+        )
     return shards
+
+
+def _check_index(path: Path, index: dict[str, str], tensors: dict[str, TensorHeader]) -> None:
+    found = {name: header.file for name, header in tensors.items()}
+    if found != index:
+        name = min(name for name in found.keys() | index if found.get(name) != index.get(name))
+        raise BadInputError(
+            f"{path}",
+            expected=f"tensor {name} in {index.get(name, 'no shard, as the index has it')}",
+            found=f"it in {found.get(name, 'none')}",
+        )
+
+
+class _Frame:
+    """What surrounds the tensors of a file: its first bytes, where each tensor lies, its length."""
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        ordered = sorted(specs, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
+        header: dict = {"__metadata__": {"format": "pt"}}
+        self.ranges: dict[str, tuple[int, int]] = {}
+        position = 0
+        for spec in ordered:
+            end = position + spec.num_bytes
+            header[spec.name] = {
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "data_offsets": [position, end],
+            }
+            self.ranges[spec.name] = (position, end)
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.head = len(text).to_bytes(8, "little") + text
+        self.num_bytes = len(self.head) + position
+
+
+def has_frame(path: Path, specs: Sequence[TensorSpec]) -> bool:
+    """Whether a `Writer` of these specs made this file, and it still has its full length."""
+    frame = _Frame(specs)
+    try:
+        with path.open("rb") as file:
+            whole = os.fstat(file.fileno()).st_size == frame.num_bytes
+            return whole and file.read(len(frame.head)) == frame.head
+    except FileNotFoundError:
+        return False
 
 
 class Writer:
@@ -190,27 +272,13 @@ class Writer:
     """
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], *, resumes: bool = False) -> None:
-        ordered = sorted(specs, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
-        header: dict = {"__metadata__": {"format": "pt"}}
-        self._ranges: dict[str, tuple[int, int]] = {}
-        position = 0
-        for spec in ordered:
-            end = position + spec.num_bytes
-            header[spec.name] = {
-                "dtype": spec.dtype,
-                "shape": list(spec.shape),
-                "data_offsets": [position, end],
-            }
-            self._ranges[spec.name] = (position, end)
-            position = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._data_start = 8 + len(text)
+        frame = _Frame(specs)
+        self._ranges, self._data_start = frame.ranges, len(frame.head)
         flags = os.O_CREAT | os.O_WRONLY | (0 if resumes else os.O_EXCL)
         self._descriptor = os.open(path, flags, 0o644)
         self._path = path
-        self._write_at(0, len(text).to_bytes(8, "little") + text)
-        os.ftruncate(self._descriptor, self._data_start + position)
+        self._write_at(0, frame.head)
+        os.ftruncate(self._descriptor, frame.num_bytes)
 
     def _write_at(self, offset: int, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")

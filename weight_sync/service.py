@@ -1,23 +1,21 @@
 """The gRPC face of the version store: publish, watch, fetch, status.
 
 Owns what runs when: receiving into staging, one conversion at a time in a worker thread for the
-formats that somebody watches, waking watchers, collecting old versions. Decides nothing about
-bytes: that is the store's, the converter's and the manifest's.
+formats that somebody watches, waking watchers, collecting old versions. Whatever touches the disk
+or a whole manifest runs in a thread. Decides nothing about bytes: that is the store's, the
+converter's and the manifest's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import shutil
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import grpc.aio
 import xxhash
@@ -26,31 +24,23 @@ from contracts import codec
 from contracts.credentials import Credentials
 from contracts.errors import BadInputError, RetryError
 from contracts.pb import weights_pb2, weights_pb2_grpc
-from contracts.rpc import CHUNK_BYTES, answering, start_server
+from contracts.rpc import answering, start_server
 from contracts.types import FileEntry, Manifest, WeightFormat
 from weight_sync import durable
+from weight_sync.answers import for_a_peer
 from weight_sync.chain import Edge, missing_delta, shortest_chain
 from weight_sync.config import WeightsConfig
 from weight_sync.convert import Options, StoppedError, convert_directory
 from weight_sync.delta import write_deltas
-from weight_sync.manifest import CorruptError, is_plain_name, verify_directory
+from weight_sync.manifest import CorruptError, verify_directory
 from weight_sync.store import VersionStore
+from weight_sync.streams import check_header, check_space, read_chunks, write_files
 from weight_sync.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
 _FETCH_LINGERS_S = 60.0  # a version fetched this recently is not collected
 _CONVERT_AGAIN_S = 5.0  # after a full disk and the like
-
-
-@contextlib.contextmanager
-def _full_disk_is_temporary() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise RetryError("the disk of the weight store is full") from error
-        raise
 
 
 def _format(name: str) -> WeightFormat:
@@ -73,13 +63,17 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         self._fetched_at: dict[int, float] = {}
         self._newest = dict.fromkeys(WeightFormat, 0)
         self._failures: dict[WeightFormat, tuple[int, Exception]] = {}  # version it is about
-        self._messages: dict[WeightFormat, weights_pb2.Manifest] = {}  # shared by all watchers
+        # The newest version's manifest, made once for all watchers.
+        self._messages: dict[WeightFormat, tuple[int, weights_pb2.Manifest]] = {}
+        self._making_message = asyncio.Lock()
         self._making: dict[tuple[WeightFormat, Edge], asyncio.Task[None]] = {}  # deltas
-        self._too_large: set[tuple[WeightFormat, Edge]] = set()  # deltas not worth their bytes
+        self._refused: set[tuple[WeightFormat, Edge]] = set()  # deltas not to be made
         self._traffic = Traffic()
         for version in store.versions():
             for format in store.formats(version):
                 self._newest[format] = version
+        if self._newest[WeightFormat.BF16] < store.latest:
+            log.error("version %d in bf16 is damaged; the next one helps", store.latest)
 
     def start(self) -> None:
         self._background.add(asyncio.create_task(self._convert_forever()))
@@ -91,6 +85,19 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         await self._wake()
         await asyncio.gather(*self._background)
 
+    @contextlib.asynccontextmanager
+    async def _answering(self, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+        async with answering(context):
+            try:
+                yield
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:
+                told = for_a_peer(error, self._store.root)
+                if str(told) != str(error):
+                    log.warning("%s; a peer was told: %s", error, told)
+                raise told from error
+
     async def _wake(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -98,17 +105,27 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
     # Publish
 
     async def Publish(self, request_iterator, context):
-        async with answering(context):
-            with _full_disk_is_temporary():
-                first = await anext(aiter(request_iterator), None)
-                if first is None or first.WhichOneof("kind") != "header":
-                    raise BadInputError("publish", expected="a header first", found="none")
-                version = first.header.version
-                files = [codec.file_from_pb(entry) for entry in first.header.files]
-                _check_header(version, files)
-                if not await asyncio.to_thread(self._store.holds, version, files):
-                    await self._receive(request_iterator, version, files)
+        async with self._answering(context):
+            first = await anext(aiter(request_iterator), None)
+            if first is None or first.WhichOneof("kind") != "header":
+                raise BadInputError("publish", expected="a header first", found="none")
+            version = first.header.version
+            files = [codec.file_from_pb(entry) for entry in first.header.files]
+            check_header(version, files)
+            if not await asyncio.to_thread(self._store.holds, version, files):
+                await self._receive(request_iterator, version, files)
             return weights_pb2.PublishReply(version=version)
+
+    async def Withdraw(self, request, context):
+        async with self._answering(context):
+            latest = await asyncio.to_thread(self._store.withdraw, request.version)
+            log.warning("version %d was withdrawn; the newest is %d", request.version, latest)
+            self._refused = {known for known in self._refused if request.version not in known[1]}
+            for format in WeightFormat:
+                if self._newest[format] == request.version:
+                    await self._look_again(format)
+            self._work.set()
+            return weights_pb2.WithdrawReply(latest_version=latest)
 
     async def _receive(
         self,
@@ -118,14 +135,8 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
     ) -> None:
         staged = await asyncio.to_thread(self._store.stage)
         try:
-            total = sum(entry.num_bytes for entry in files)
-            free = shutil.disk_usage(staged).free
-            if total > free:
-                raise RetryError(
-                    f"the disk of the weight store is full: expected {total / 1e6:.1f} MB free, "
-                    f"found {free / 1e6:.1f} MB"
-                )
-            await _write_files(requests, staged, files)
+            check_space(staged, files)
+            await write_files(requests, staged, files)
             # Once the bytes are here the commit and its announcement belong together, even if the
             # publisher leaves before the answer.
             commit = asyncio.create_task(self._commit(staged, version, files))
@@ -155,18 +166,22 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         await asyncio.to_thread(self._store.collect_deltas, self._config.max_deltas)
         for old in removed:
             self._fetched_at.pop(old, None)
-        self._too_large = {known for known in self._too_large if known[1][0] not in removed}
-        for other, newest in self._newest.items():
+        self._refused = {known for known in self._refused if known[1][0] not in removed}
+        for other, newest in list(self._newest.items()):
             if newest in removed:  # nobody has watched this format for a while
-                self._look_again(other)
+                await self._look_again(other)
         self._work.set()
         await self._wake()
 
-    def _look_again(self, format: WeightFormat) -> None:
+    async def _look_again(self, format: WeightFormat) -> None:
         """What was the newest version in a format is there no more."""
-        held = [v for v in self._store.versions() if format in self._store.formats(v)]
+        held = await asyncio.to_thread(self._held, format)
         self._newest[format] = max(held, default=0)
         self._messages.pop(format, None)
+
+    def _held(self, format: WeightFormat) -> list[int]:
+        """Versions at hand in a format."""
+        return [v for v in self._store.versions() if self._store.has(v, format)]
 
     # Convert
 
@@ -228,20 +243,24 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
     # Watch
 
     async def Watch(self, request, context):
-        async with answering(context):
+        async with self._answering(context):
             format, sent = _format(request.format), request.after
             self._watchers[format] += 1
             self._work.set()
             try:
                 while not self._closing:
                     if self._newest[format] > sent:
+                        version = self._newest[format]
                         try:
-                            message = self._message(format)
-                        except FileNotFoundError:  # collected a moment ago
-                            self._look_again(format)
-                            continue
-                        sent = message.version
-                        yield message
+                            message = await self._message(version, format)
+                        except (FileNotFoundError, CorruptError) as error:
+                            # collected a moment ago, or damaged: then it is made again
+                            log.warning("version %d in %s: %s", version, format, error)
+                            await self._look_again(format)
+                            self._work.set()
+                        else:
+                            sent = version
+                            yield message
                         continue
                     if failure := self._failure(format):
                         raise failure
@@ -258,18 +277,19 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         version, failure = self._failures.get(format, (0, None))
         return failure if version == self._newest[WeightFormat.BF16] else None
 
-    def _message(self, format: WeightFormat) -> weights_pb2.Manifest:
-        version = self._newest[format]
-        message = self._messages.get(format)
-        if message is None or message.version != version:
-            message = codec.manifest_to_pb(self._store.manifest(version, format))
-            self._messages[format] = message
-        return message
+    async def _message(self, version: int, format: WeightFormat) -> weights_pb2.Manifest:
+        async with self._making_message:
+            known, message = self._messages.get(format, (0, None))
+            if message is None or known != version:
+                manifest = await asyncio.to_thread(self._store.manifest, version, format)
+                message = await asyncio.to_thread(codec.manifest_to_pb, manifest)
+                self._messages[format] = version, message
+            return message
 
     # Fetch
 
     async def Chain(self, request, context):
-        async with answering(context):
+        async with self._answering(context):
             format = _format(request.format)
             deltas = await self._chain(format, request.have, request.want)
             # kept as if fetched, which it is not where nothing changed: the next delta starts there
@@ -279,17 +299,14 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
     async def _chain(self, format: WeightFormat, have: int, want: int) -> list[Manifest]:
         """The shortest chain of deltas, made if need be; none where the snapshot is shorter."""
         snapshot = await asyncio.to_thread(self._store.manifest, want, format)
-        chain = self._known_chain(format, have, want)
+        chain = await asyncio.to_thread(self._known_chain, format, have, want)
         if chain is None:
-            held = [v for v in self._store.versions() if format in self._store.formats(v)]
-            edge = missing_delta(
-                self._delta_sizes(format), held, have, want, max_deltas=self._config.max_deltas
-            )
-            if edge is None or (format, edge) in self._too_large:
+            edge = await asyncio.to_thread(self._missing_delta, format, have, want)
+            if edge is None or (format, edge) in self._refused:
                 return []
             await self._make_delta(format, edge)
-            chain = self._known_chain(format, have, want)
-        known = self._store.deltas(format)
+            chain = await asyncio.to_thread(self._known_chain, format, have, want)
+        known = await asyncio.to_thread(self._store.deltas, format)
         deltas = [known[edge] for edge in chain or () if edge in known]
         if len(deltas) != len(chain or ()) or sum(map(_size, deltas)) >= _size(snapshot):
             return []
@@ -302,6 +319,10 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         sizes = self._delta_sizes(format)
         return shortest_chain(sizes, have, want, max_deltas=self._config.max_deltas)
 
+    def _missing_delta(self, format: WeightFormat, have: int, want: int) -> Edge | None:
+        sizes, held = self._delta_sizes(format), self._held(format)
+        return missing_delta(sizes, held, have, want, max_deltas=self._config.max_deltas)
+
     async def _make_delta(self, format: WeightFormat, edge: Edge) -> None:
         """Makes a delta once, however many samplers wait for it; none if it would be too large."""
         key = (format, edge)
@@ -311,17 +332,23 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
             self._background.add(task)
             task.add_done_callback(lambda _: self._making.pop(key, None))
             task.add_done_callback(self._background.discard)
-        with _full_disk_is_temporary():
-            await asyncio.shield(self._making[key])
+        await asyncio.shield(self._making[key])
 
     def _write_delta(self, format: WeightFormat, base: int, version: int) -> None:
-        old, new = (self._store.directory(v, format) for v in (base, version))
         start = time.monotonic()
+        old, new = (self._store.directory(v, format) for v in (base, version))
+        try:  # what is made of changed bytes would lead every sampler astray
+            for v, directory in ((base, old), (version, new)):
+                verify_directory(directory, self._store.manifest(v, format))
+        except CorruptError as error:
+            log.error("no delta from version %d to %d in %s: %s", base, version, format, error)
+            self._refused.add((format, (base, version)))
+            return
         staged = self._store.stage()
         try:
             size = write_deltas(old, new, staged)
             if size is None or size >= _size(self._store.manifest(version, format)):
-                self._too_large.add((format, (base, version)))
+                self._refused.add((format, (base, version)))
                 return
             self._store.add_delta(staged, base, version, format)
         finally:
@@ -334,11 +361,9 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         )
 
     async def Fetch(self, request, context):
-        async with answering(context):
+        async with self._answering(context):
             version, format = request.version, _format(request.format)
-            manifest, directory = await asyncio.to_thread(
-                self._find, version, format, request.base_version
-            )
+            manifest = await asyncio.to_thread(self._find, version, format, request.base_version)
             entry = next((e for e in manifest.files if e.name == request.file), None)
             if entry is None or not 0 <= request.offset <= entry.num_bytes:
                 raise BadInputError(
@@ -347,54 +372,79 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
                     found=f"{request.file!r} at {request.offset}",
                 )
             self._fetches[version] += 1
-            hasher = xxhash.xxh3_128()
+            hasher, left = xxhash.xxh3_128(), entry.num_bytes - request.offset
             try:
-                async for chunk in _read(directory / entry.name, request.offset):
+                path = await asyncio.to_thread(self._path, manifest, entry)
+                async for chunk in read_chunks(path, request.offset):
                     hasher.update(chunk)
+                    left -= len(chunk)
                     self._traffic.fetched(format, len(chunk), is_delta=manifest.base_version > 0)
                     yield weights_pb2.FetchReply(data=chunk)
+            except FileNotFoundError:
+                await self._repair(manifest, entry.name)
             finally:
                 self._fetches[version] -= 1
                 self._fetched_at[version] = time.monotonic()
-            if request.offset == 0 and hasher.hexdigest() != entry.checksum:
+            if left or (request.offset == 0 and hasher.hexdigest() != entry.checksum):
                 await self._repair(manifest, entry.name)
 
-    def _find(self, version: int, format: WeightFormat, base: int) -> tuple[Manifest, Path]:
+    def _find(self, version: int, format: WeightFormat, base: int) -> Manifest:
         """What is fetched from: a version, or the delta to it. Raises FileNotFoundError."""
         if not base:
-            manifest = self._store.manifest(version, format)
-            return manifest, self._store.directory(version, format)
-        directory = self._store.delta_directory(base, version, format)
-        return self._store.deltas(format)[base, version], directory
+            return self._store.manifest(version, format)
+        manifest = self._store.deltas(format).get((base, version))
+        if manifest is None:
+            raise FileNotFoundError(f"no delta from version {base} to {version} in {format}")
+        return manifest
+
+    def _path(self, manifest: Manifest, entry: FileEntry) -> Path:
+        version, format, base = manifest.version, manifest.format, manifest.base_version
+        if base:
+            return self._store.delta_directory(base, version, format) / entry.name
+        return self._store.directory(version, format) / entry.name
 
     async def _repair(self, manifest: Manifest, name: str) -> None:
-        """Stored bytes have changed. What was made is made again; BF16 waits for a new version."""
+        """Stored bytes have changed, or are there no more: raises CorruptError.
+
+        What was made is made again; BF16 waits for a new version.
+        """
         version, format, base = manifest.version, manifest.format, manifest.base_version
         what = f"version {version} in {format}" + (f" from {base}" if base else "")
+        try:
+            known = await asyncio.to_thread(self._find, version, format, base)
+        except FileNotFoundError:  # collected, or repaired for another sampler, a moment ago
+            known = None
+        if known is not manifest:
+            raise CorruptError(f"{what}: {name} is there no more")
         log.error("%s: %s is corrupt on disk", what, name)
         if base:
             await asyncio.to_thread(self._store.discard_deltas, format, [(base, version)])
         elif format != WeightFormat.BF16:
             await asyncio.to_thread(self._store.discard, version, format)
-            self._look_again(format)
+            self._refused = {
+                known for known in self._refused if known[0] != format or version not in known[1]
+            }
+            await self._look_again(format)
             self._work.set()
         raise CorruptError(f"{what}: {name} is corrupt on disk")
 
     # Status
 
     async def Status(self, request, context):
-        async with answering(context):
-            versions = await asyncio.to_thread(self._store.versions)
-            traffic = self._traffic
-            return weights_pb2.StatusReply(
-                latest_version=versions[-1] if versions else 0,
-                versions=versions,
-                formats=[self._format_status(f) for f in WeightFormat if self._is_known(f)],
-                bytes_published=traffic.bytes_published,
-                bytes_fetched=(traffic.snapshot_bytes + traffic.delta_bytes).total(),
-                num_fetching=self._fetches.total(),
-                bytes_per_second=traffic.bytes_per_second(),
-            )
+        async with self._answering(context):
+            return await asyncio.to_thread(self._status)
+
+    def _status(self) -> weights_pb2.StatusReply:
+        traffic = self._traffic
+        return weights_pb2.StatusReply(
+            latest_version=self._store.latest,
+            versions=self._store.versions(),
+            formats=[self._format_status(f) for f in WeightFormat if self._is_known(f)],
+            bytes_published=traffic.bytes_published,
+            bytes_fetched=(traffic.snapshot_bytes + traffic.delta_bytes).total(),
+            num_fetching=self._fetches.total(),
+            bytes_per_second=traffic.bytes_per_second(),
+        )
 
     def _is_known(self, format: WeightFormat) -> bool:
         return bool(self._newest[format] or format in self._watchers)
@@ -405,7 +455,7 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
             format=format,
             latest_version=newest,
             num_watchers=self._watchers[format],
-            snapshot_bytes=_size(self._store.manifest(newest, format)) if newest else 0,
+            snapshot_bytes=self._snapshot_bytes(newest, format),
             convert_seconds=traffic.convert_seconds.get(format, 0.0),
             delta_seconds=traffic.delta_seconds.get(format, 0.0),
             bytes_fetched=traffic.snapshot_bytes[format] + traffic.delta_bytes[format],
@@ -416,52 +466,15 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
             ],
         )
 
+    def _snapshot_bytes(self, version: int, format: WeightFormat) -> int:
+        try:
+            return _size(self._store.manifest(version, format))
+        except (FileNotFoundError, CorruptError):  # there is none, or it is about to be made again
+            return 0
+
 
 def _size(manifest: Manifest) -> int:
     return sum(entry.num_bytes for entry in manifest.files)
-
-
-def _check_header(version: int, files: list[FileEntry]) -> None:
-    if version < 1:
-        raise BadInputError("publish", expected="a version from 1", found=version)
-    names = [entry.name for entry in files]
-    if not files or len(set(names)) != len(names) or not all(map(is_plain_name, names)):
-        raise BadInputError("publish", expected="distinct plain file names", found=names)
-    if any(entry.num_bytes < 0 for entry in files):
-        raise BadInputError("publish", expected="file sizes from 0", found=files)
-
-
-async def _write_files(
-    requests: AsyncIterator[weights_pb2.PublishRequest], staged: Path, files: list[FileEntry]
-) -> None:
-    """The stream's bytes into the announced files; their content is checked by the commit."""
-    data = memoryview(b"")
-    for entry in files:
-        missing = entry.num_bytes
-        with (staged / entry.name).open("xb") as file:
-            while missing:
-                if not data:
-                    request = await anext(aiter(requests), None)
-                    if request is None:
-                        raise RetryError(f"the stream ended {missing} bytes before {entry.name}")
-                    data = memoryview(request.data)
-                    continue
-                part, data = data[:missing], data[missing:]
-                await asyncio.to_thread(file.write, part)
-                missing -= len(part)
-    if data or await anext(aiter(requests), None) is not None:
-        raise BadInputError("publish", expected="the bytes announced", found="more")
-
-
-async def _read(path: Path, offset: int) -> AsyncIterator[bytes]:
-    """A file's bytes from `offset`, one chunk in memory at a time."""
-    file: BinaryIO = await asyncio.to_thread(path.open, "rb")
-    try:
-        file.seek(offset)
-        while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
-            yield chunk
-    finally:
-        file.close()
 
 
 @contextlib.asynccontextmanager

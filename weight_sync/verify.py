@@ -2,7 +2,9 @@
 
 Owns the comparison and the measures of error; decoding and the error that a format may make at most
 are `coding`'s. Copied, cast and decoded tensors must be equal to what they are made of; a
-quantized element may be off by half a step of its format at its magnitude.
+quantized element may be off by half a step of its format at its magnitude. Since the plan says what
+is held against what, the one thing that it could get wrong unnoticed is asked of the result itself:
+whether the projections of each expert are [F, D], [F, D] and [D, F].
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from contracts.errors import BadInputError
+from contracts.types import WeightFormat
 from weight_sync import coding
 from weight_sync.convert import make, read_bits, release, source_bytes
 from weight_sync.formats import bf16
-from weight_sync.plan import Action, ConversionPlan, Kind
+from weight_sync.modules import EXPERT
+from weight_sync.plan import Action, ConversionPlan, Kind, sizes
 from weight_sync.safetensors_file import Checkpoint, TensorSpec
 
 _SLACK = np.float32(1 + 1e-5)  # of the float32 arithmetic on both sides
@@ -37,7 +41,8 @@ def compare(
     """For each action, its errors (none where nothing is quantized) and the source bytes compared.
 
     Raises:
-        BadInputError: a tensor is missing, of another dtype or shape, or a copy is not equal.
+        BadInputError: a tensor is missing, of another dtype or shape, a copy is not equal, or an
+            expert's projections do not fit together.
     """
     for action in plan.actions:
         specs = [spec for matrix in action.outputs for spec in matrix]
@@ -52,6 +57,28 @@ def compare(
         for spec in specs:
             converted.release(spec.name)
         yield errors, source_bytes(action, source)
+    _check_experts(plan, converted)
+
+
+def _check_experts(plan: ConversionPlan, converted: Checkpoint) -> None:
+    """Each expert's projections have the same D and F, which are the config's if it has them."""
+    known = sizes(plan.config)
+    columns = 2 if plan.format == WeightFormat.NVFP4 else 1  # in a stored byte
+    for action in plan.actions:
+        for specs in action.outputs if action.kind == Kind.ENCODE else ():
+            name = specs[0].name
+            module, _, part = name.rpartition(".")[0].rpartition(".")
+            if not EXPERT.fullmatch(f"{module}.{part}.weight"):
+                continue
+            N, K = converted.tensors[name].shape
+            found = (N, K * columns) if part == "down_proj" else (K * columns, N)
+            known = tuple(size or other for size, other in zip(known, found, strict=True))
+            if found != known:
+                raise BadInputError(
+                    f"tensor {name}",
+                    expected=f"a projection between widths {known[0]} and {known[1]}",
+                    found=f"{found[0]} and {found[1]}",
+                )
 
 
 def _check_header(spec: TensorSpec, converted: Checkpoint) -> None:

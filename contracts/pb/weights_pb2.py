@@ -24,43 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63ontracts/pb/weights.proto\x12\nweights.v1\"u\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\r\n\x05start\x18\x05 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x06 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\t\">\n\tFileEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\t\"\xa1\x01\n\x08Manifest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x14\n\x0c\x62\x61se_version\x18\x02 \x01(\x03\x12\x0e\n\x06\x66ormat\x18\x03 \x01(\t\x12\x0e\n\x06recipe\x18\x04 \x01(\t\x12$\n\x05\x66iles\x18\x05 \x03(\x0b\x32\x15.weights.v1.FileEntry\x12(\n\x07tensors\x18\x06 \x03(\x0b\x32\x17.weights.v1.TensorEntry\"F\n\rPublishHeader\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12$\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x15.weights.v1.FileEntry\"U\n\x0ePublishRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.weights.v1.PublishHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"\x1f\n\x0cPublishReply\x12\x0f\n\x07version\x18\x01 \x01(\x03\"-\n\x0cWatchRequest\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x03\"c\n\x0c\x46\x65tchRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x03\x12\x14\n\x0c\x62\x61se_version\x18\x05 \x01(\x03\"\x1a\n\nFetchReply\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\":\n\x0c\x43hainRequest\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\t\x12\x0c\n\x04have\x18\x02 \x01(\x03\x12\x0c\n\x04want\x18\x03 \x01(\x03\"2\n\nChainReply\x12$\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x14.weights.v1.Manifest\"\x0f\n\rStatusRequest\"\xeb\x01\n\x0c\x46ormatStatus\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\t\x12\x16\n\x0elatest_version\x18\x02 \x01(\x03\x12\x14\n\x0cnum_watchers\x18\x03 \x01(\x05\x12\x16\n\x0esnapshot_bytes\x18\x04 \x01(\x03\x12\x17\n\x0f\x63onvert_seconds\x18\x05 \x01(\x01\x12\x15\n\rdelta_seconds\x18\x06 \x01(\x01\x12\x15\n\rbytes_fetched\x18\x07 \x01(\x03\x12\x1b\n\x13\x64\x65lta_bytes_fetched\x18\x08 \x01(\x03\x12!\n\x06\x64\x65ltas\x18\t \x03(\x0b\x32\x11.weights.v1.Delta\"A\n\x05\x44\x65lta\x12\x14\n\x0c\x62\x61se_version\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\"\xc2\x01\n\x0bStatusReply\x12\x16\n\x0elatest_version\x18\x01 \x01(\x03\x12\x10\n\x08versions\x18\x02 \x03(\x03\x12)\n\x07\x66ormats\x18\x03 \x03(\x0b\x32\x18.weights.v1.FormatStatus\x12\x17\n\x0f\x62ytes_published\x18\x04 \x01(\x03\x12\x15\n\rbytes_fetched\x18\x05 \x01(\x03\x12\x14\n\x0cnum_fetching\x18\x06 \x01(\x05\x12\x18\n\x10\x62ytes_per_second\x18\x07 \x01(\x01\x32\xbd\x02\n\x07Weights\x12\x41\n\x07Publish\x12\x1a.weights.v1.PublishRequest\x1a\x18.weights.v1.PublishReply(\x01\x12\x39\n\x05Watch\x12\x18.weights.v1.WatchRequest\x1a\x14.weights.v1.Manifest0\x01\x12;\n\x05\x46\x65tch\x12\x18.weights.v1.FetchRequest\x1a\x16.weights.v1.FetchReply0\x01\x12\x39\n\x05\x43hain\x12\x18.weights.v1.ChainRequest\x1a\x16.weights.v1.ChainReply\x12<\n\x06Status\x12\x19.weights.v1.StatusRequest\x1a\x17.weights.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63ontracts/pb/weights.proto\x12\nweights.v1\">\n\tFileEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\t\"!\n\x08Manifest\x12\x0f\n\x07\x63ontent\x18\x07 \x01(\x0cJ\x04\x08\x01\x10\x07\"F\n\rPublishHeader\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12$\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x15.weights.v1.FileEntry\"U\n\x0ePublishRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.weights.v1.PublishHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"\x1f\n\x0cPublishReply\x12\x0f\n\x07version\x18\x01 \x01(\x03\"\"\n\x0fWithdrawRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\"\'\n\rWithdrawReply\x12\x16\n\x0elatest_version\x18\x01 \x01(\x03\"-\n\x0cWatchRequest\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x03\"c\n\x0c\x46\x65tchRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x03\x12\x14\n\x0c\x62\x61se_version\x18\x05 \x01(\x03\"\x1a\n\nFetchReply\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\":\n\x0c\x43hainRequest\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\t\x12\x0c\n\x04have\x18\x02 \x01(\x03\x12\x0c\n\x04want\x18\x03 \x01(\x03\"2\n\nChainReply\x12$\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x14.weights.v1.Manifest\"\x0f\n\rStatusRequest\"\xeb\x01\n\x0c\x46ormatStatus\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\t\x12\x16\n\x0elatest_version\x18\x02 \x01(\x03\x12\x14\n\x0cnum_watchers\x18\x03 \x01(\x05\x12\x16\n\x0esnapshot_bytes\x18\x04 \x01(\x03\x12\x17\n\x0f\x63onvert_seconds\x18\x05 \x01(\x01\x12\x15\n\rdelta_seconds\x18\x06 \x01(\x01\x12\x15\n\rbytes_fetched\x18\x07 \x01(\x03\x12\x1b\n\x13\x64\x65lta_bytes_fetched\x18\x08 \x01(\x03\x12!\n\x06\x64\x65ltas\x18\t \x03(\x0b\x32\x11.weights.v1.Delta\"A\n\x05\x44\x65lta\x12\x14\n\x0c\x62\x61se_version\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\"\xc2\x01\n\x0bStatusReply\x12\x16\n\x0elatest_version\x18\x01 \x01(\x03\x12\x10\n\x08versions\x18\x02 \x03(\x03\x12)\n\x07\x66ormats\x18\x03 \x03(\x0b\x32\x18.weights.v1.FormatStatus\x12\x17\n\x0f\x62ytes_published\x18\x04 \x01(\x03\x12\x15\n\rbytes_fetched\x18\x05 \x01(\x03\x12\x14\n\x0cnum_fetching\x18\x06 \x01(\x05\x12\x18\n\x10\x62ytes_per_second\x18\x07 \x01(\x01\x32\x81\x03\n\x07Weights\x12\x41\n\x07Publish\x12\x1a.weights.v1.PublishRequest\x1a\x18.weights.v1.PublishReply(\x01\x12\x39\n\x05Watch\x12\x18.weights.v1.WatchRequest\x1a\x14.weights.v1.Manifest0\x01\x12;\n\x05\x46\x65tch\x12\x18.weights.v1.FetchRequest\x1a\x16.weights.v1.FetchReply0\x01\x12\x39\n\x05\x43hain\x12\x18.weights.v1.ChainRequest\x1a\x16.weights.v1.ChainReply\x12<\n\x06Status\x12\x19.weights.v1.StatusRequest\x1a\x17.weights.v1.StatusReply\x12\x42\n\x08Withdraw\x12\x1b.weights.v1.WithdrawRequest\x1a\x19.weights.v1.WithdrawReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'contracts.pb.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TENSORENTRY']._serialized_start=42
-  _globals['_TENSORENTRY']._serialized_end=159
-  _globals['_FILEENTRY']._serialized_start=161
-  _globals['_FILEENTRY']._serialized_end=223
-  _globals['_MANIFEST']._serialized_start=226
-  _globals['_MANIFEST']._serialized_end=387
-  _globals['_PUBLISHHEADER']._serialized_start=389
-  _globals['_PUBLISHHEADER']._serialized_end=459
-  _globals['_PUBLISHREQUEST']._serialized_start=461
-  _globals['_PUBLISHREQUEST']._serialized_end=546
-  _globals['_PUBLISHREPLY']._serialized_start=548
-  _globals['_PUBLISHREPLY']._serialized_end=579
-  _globals['_WATCHREQUEST']._serialized_start=581
-  _globals['_WATCHREQUEST']._serialized_end=626
-  _globals['_FETCHREQUEST']._serialized_start=628
-  _globals['_FETCHREQUEST']._serialized_end=727
-  _globals['_FETCHREPLY']._serialized_start=729
-  _globals['_FETCHREPLY']._serialized_end=755
-  _globals['_CHAINREQUEST']._serialized_start=757
-  _globals['_CHAINREQUEST']._serialized_end=815
-  _globals['_CHAINREPLY']._serialized_start=817
-  _globals['_CHAINREPLY']._serialized_end=867
-  _globals['_STATUSREQUEST']._serialized_start=869
-  _globals['_STATUSREQUEST']._serialized_end=884
-  _globals['_FORMATSTATUS']._serialized_start=887
-  _globals['_FORMATSTATUS']._serialized_end=1122
-  _globals['_DELTA']._serialized_start=1124
-  _globals['_DELTA']._serialized_end=1189
-  _globals['_STATUSREPLY']._serialized_start=1192
-  _globals['_STATUSREPLY']._serialized_end=1386
-  _globals['_WEIGHTS']._serialized_start=1389
-  _globals['_WEIGHTS']._serialized_end=1706
+  _globals['_FILEENTRY']._serialized_start=42
+  _globals['_FILEENTRY']._serialized_end=104
+  _globals['_MANIFEST']._serialized_start=106
+  _globals['_MANIFEST']._serialized_end=139
+  _globals['_PUBLISHHEADER']._serialized_start=141
+  _globals['_PUBLISHHEADER']._serialized_end=211
+  _globals['_PUBLISHREQUEST']._serialized_start=213
+  _globals['_PUBLISHREQUEST']._serialized_end=298
+  _globals['_PUBLISHREPLY']._serialized_start=300
+  _globals['_PUBLISHREPLY']._serialized_end=331
+  _globals['_WITHDRAWREQUEST']._serialized_start=333
+  _globals['_WITHDRAWREQUEST']._serialized_end=367
+  _globals['_WITHDRAWREPLY']._serialized_start=369
+  _globals['_WITHDRAWREPLY']._serialized_end=408
+  _globals['_WATCHREQUEST']._serialized_start=410
+  _globals['_WATCHREQUEST']._serialized_end=455
+  _globals['_FETCHREQUEST']._serialized_start=457
+  _globals['_FETCHREQUEST']._serialized_end=556
+  _globals['_FETCHREPLY']._serialized_start=558
+  _globals['_FETCHREPLY']._serialized_end=584
+  _globals['_CHAINREQUEST']._serialized_start=586
+  _globals['_CHAINREQUEST']._serialized_end=644
+  _globals['_CHAINREPLY']._serialized_start=646
+  _globals['_CHAINREPLY']._serialized_end=696
+  _globals['_STATUSREQUEST']._serialized_start=698
+  _globals['_STATUSREQUEST']._serialized_end=713
+  _globals['_FORMATSTATUS']._serialized_start=716
+  _globals['_FORMATSTATUS']._serialized_end=951
+  _globals['_DELTA']._serialized_start=953
+  _globals['_DELTA']._serialized_end=1018
+  _globals['_STATUSREPLY']._serialized_start=1021
+  _globals['_STATUSREPLY']._serialized_end=1215
+  _globals['_WEIGHTS']._serialized_start=1218
+  _globals['_WEIGHTS']._serialized_end=1603
 # @@protoc_insertion_point(module_scope)

@@ -6,24 +6,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class TensorEntry(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "file", "start", "end", "checksum")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
-    FILE_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    dtype: str
-    shape: _containers.RepeatedScalarFieldContainer[int]
-    file: str
-    start: int
-    end: int
-    checksum: str
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., file: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., checksum: _Optional[str] = ...) -> None: ...
-
 class FileEntry(_message.Message):
     __slots__ = ("name", "num_bytes", "checksum")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -35,20 +17,10 @@ class FileEntry(_message.Message):
     def __init__(self, name: _Optional[str] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("version", "base_version", "format", "recipe", "files", "tensors")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
-    FORMAT_FIELD_NUMBER: _ClassVar[int]
-    RECIPE_FIELD_NUMBER: _ClassVar[int]
-    FILES_FIELD_NUMBER: _ClassVar[int]
-    TENSORS_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    base_version: int
-    format: str
-    recipe: str
-    files: _containers.RepeatedCompositeFieldContainer[FileEntry]
-    tensors: _containers.RepeatedCompositeFieldContainer[TensorEntry]
-    def __init__(self, version: _Optional[int] = ..., base_version: _Optional[int] = ..., format: _Optional[str] = ..., recipe: _Optional[str] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ...) -> None: ...
+    __slots__ = ("content",)
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    def __init__(self, content: _Optional[bytes] = ...) -> None: ...
 
 class PublishHeader(_message.Message):
     __slots__ = ("version", "files")
@@ -71,6 +43,18 @@ class PublishReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     version: int
     def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class WithdrawRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class WithdrawReply(_message.Message):
+    __slots__ = ("latest_version",)
+    LATEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    latest_version: int
+    def __init__(self, latest_version: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("format", "after")

@@ -59,6 +59,11 @@ class WeightsStub:
                 request_serializer=contracts_dot_pb_dot_weights__pb2.StatusRequest.SerializeToString,
                 response_deserializer=contracts_dot_pb_dot_weights__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Withdraw = channel.unary_unary(
+                '/weights.v1.Weights/Withdraw',
+                request_serializer=contracts_dot_pb_dot_weights__pb2.WithdrawRequest.SerializeToString,
+                response_deserializer=contracts_dot_pb_dot_weights__pb2.WithdrawReply.FromString,
+                _registered_method=True)
 
 
 class WeightsServicer:
@@ -95,6 +100,12 @@ class WeightsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Withdraw(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -122,6 +133,11 @@ def add_WeightsServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=contracts_dot_pb_dot_weights__pb2.StatusRequest.FromString,
                     response_serializer=contracts_dot_pb_dot_weights__pb2.StatusReply.SerializeToString,
+            ),
+            'Withdraw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Withdraw,
+                    request_deserializer=contracts_dot_pb_dot_weights__pb2.WithdrawRequest.FromString,
+                    response_serializer=contracts_dot_pb_dot_weights__pb2.WithdrawReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -259,6 +275,33 @@ class Weights:
             '/weights.v1.Weights/Status',
             contracts_dot_pb_dot_weights__pb2.StatusRequest.SerializeToString,
             contracts_dot_pb_dot_weights__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Withdraw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weights.v1.Weights/Withdraw',
+            contracts_dot_pb_dot_weights__pb2.WithdrawRequest.SerializeToString,
+            contracts_dot_pb_dot_weights__pb2.WithdrawReply.FromString,
             options,
             channel_credentials,
             insecure,

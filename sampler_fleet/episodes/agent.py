@@ -5,19 +5,24 @@ how an episode ends. Token in, token out: sampled tokens are never decoded and t
 not know where tokens come from, how a sandbox isolates, or how a patch is graded.
 
 A fault of the policy (no submission, three replies in a row without a valid call, a limit) is a
-reward of 0. A fault of the infrastructure has no reward: ending FAILURE.
+reward of 0. A fault of the infrastructure has no reward: ending FAILURE. So has an episode that the
+clock ended, since how long tokens take is the samplers' doing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from contracts.errors import RetryError
 from contracts.runfile import Section
@@ -40,7 +45,8 @@ from sampler_fleet.episodes.base import (
     Sandboxes,
     Task,
 )
-from sampler_fleet.episodes.chat import ChatFormat
+from sampler_fleet.episodes.calls import FormatError
+from sampler_fleet.episodes.chat import ChatFormat, FormatName, Mode
 from sampler_fleet.episodes.grading import Grader, tree_bytes
 from sampler_fleet.episodes.patch import Patch, capture
 from sampler_fleet.episodes.prompts import (
@@ -49,6 +55,7 @@ from sampler_fleet.episodes.prompts import (
     SYSTEM_PROMPT,
     format_error,
     observation,
+    tagged_observation,
     task_prompt,
 )
 
@@ -67,8 +74,54 @@ class EpisodeLimits(Section):
     min_turn_tokens: int = Field(default=8, ge=1)  # less room than this ends the episode
     command_seconds: float = Field(default=10.0, gt=0)  # then the command is killed, rc 124
     total_command_seconds: float = Field(default=60.0, gt=0)  # of all commands of an episode
+    episode_seconds: float | None = Field(default=None, gt=0)  # of tasks that don't say it
     max_output_bytes: int = Field(default=10_000, ge=100)  # of a command, head and tail
     grading_attempts: int = Field(default=3, ge=1)
+
+
+class AgentConfig(Section):
+    """[episodes.agent]: what the policy reads besides commands' output, and how it answers.
+
+    `{issue}` in `task_prompt` and `{error}` in `format_error` are filled in.
+    """
+
+    chat_format: FormatName = "auto"  # auto: as the checkpoint's template shows
+    mode: Mode = "tool"  # text: commands in fenced blocks, no tool
+    thinking: bool = True  # opens replies as the template does for policies that think
+    system_prompt: str = Field(default=SYSTEM_PROMPT, min_length=1)
+    task_prompt: str = "{issue}"
+    observation: Literal["plain", "tagged"] = "plain"
+    format_error: str = format_error("{error}")
+    cut_off: str = ""  # the error of a reply without an end; empty: what its text lacks
+
+    @model_validator(mode="after")
+    def _usable(self) -> AgentConfig:
+        if "{issue}" not in self.task_prompt:
+            raise ValueError("task_prompt with {issue} in it")
+        if SUBMIT_COMMAND not in self.system_prompt + self.task_prompt:
+            raise ValueError(f"system_prompt or task_prompt with `{SUBMIT_COMMAND}` in it")
+        return self
+
+    def load_chat(self, checkpoint: str | Path) -> ChatFormat:
+        """The checkpoint's chat format, as configured. Raises as `ChatFormat.load` does."""
+        return ChatFormat.load(
+            checkpoint, name=self.chat_format, mode=self.mode, thinking=self.thinking
+        )
+
+    def start(self, chat: ChatFormat, task: Task) -> np.ndarray:
+        """The first prompt."""
+        return chat.start(
+            self.system_prompt + chat.instructions,
+            self.task_prompt.replace("{issue}", task_prompt(task)),
+        )
+
+    def show(self, result: ExecResult, timeout_s: float) -> str:
+        """The observation of a command."""
+        if self.observation == "plain":
+            return observation(result.returncode, result.output)
+        return tagged_observation(
+            result.returncode, result.output, timed_out=result.timed_out, timeout_s=timeout_s
+        )
 
 
 class _Buffer:
@@ -119,21 +172,24 @@ class _Episode:
         *,
         generator: Generator,
         chat: ChatFormat,
+        agent: AgentConfig,
         limits: EpisodeLimits,
         request: GenerateRequest,
     ) -> None:
         """`request` is the first turn's: the prompt and what all turns share."""
-        self._generator, self._chat, self._limits = generator, chat, limits
+        self._generator, self._chat, self._agent, self._limits = generator, chat, agent, limits
         self._request = request
         self._command_seconds = 0.0
         self.buffer = _Buffer(request.tokens)
-        self.num_turns = self.num_format_errors = 0
+        self.num_turns = 0
+        self.format_errors: Counter[FormatError] = Counter()
 
     async def play(self, sandbox: Sandbox) -> Ending:
         """Takes turns until the episode ends.
 
         Raises:
             SandboxError, RetryError: the infrastructure failed.
+            BadInputError: a turn isn't what the chat template renders.
         """
         errors_in_a_row = 0
         while True:
@@ -143,19 +199,23 @@ class _Episode:
             closed = len(completion) > 0 and completion.tokens[-1] in self._chat.stop_token_ids
             reply = self._chat.parse(completion.tokens)
             if reply.command is None or not closed:
-                self.num_format_errors += 1
+                self.format_errors[(closed and reply.kind) or FormatError.CUT_OFF] += 1
                 errors_in_a_row += 1
                 if errors_in_a_row == self._limits.max_format_errors:
                     return Ending.FORMAT_ERRORS
-                answer = self._chat.observe_error(format_error(reply.error or OPEN_CALL))
+                error = reply.error or OPEN_CALL
+                if not closed:
+                    error = self._agent.cut_off or error
+                text = self._agent.format_error.replace("{error}", error)
+                answer = self._chat.observe_error(text)
             else:
                 errors_in_a_row = 0
-                result = await self._run(sandbox, reply.command)
+                result, text = await self._run(sandbox, reply.command)
                 if _is_submission(result):
                     return Ending.SUBMITTED
                 if self._command_seconds >= self._limits.total_command_seconds:
                     return Ending.TIMEOUT
-                answer = self._chat.observe(observation(result.returncode, result.output))
+                answer = self._chat.observe(text)
             if self.num_turns == self._limits.max_turns:
                 return Ending.TURN_LIMIT
             if not closed:  # the template needs a stop token; this one was not sampled
@@ -187,15 +247,15 @@ class _Episode:
         self.num_turns += 1
         return self.buffer.add_sampled(chunks)
 
-    async def _run(self, sandbox: Sandbox, command: str) -> ExecResult:
+    async def _run(self, sandbox: Sandbox, command: str) -> tuple[ExecResult, str]:
+        """What a command did, and what is told of it."""
         left = self._limits.total_command_seconds - self._command_seconds
+        timeout_s = min(self._limits.command_seconds, left)
         result = await sandbox.exec(
-            command,
-            timeout_s=min(self._limits.command_seconds, left),
-            max_output=self._limits.max_output_bytes,
+            command, timeout_s=timeout_s, max_output=self._limits.max_output_bytes
         )
         self._command_seconds += result.seconds
-        return result
+        return result, self._agent.show(result, timeout_s)
 
 
 def _is_submission(result: ExecResult) -> bool:
@@ -215,21 +275,29 @@ async def run_episode(  # noqa: PLR0913 (everything an episode touches is handed
     sampling: SamplingParams,
     purpose: Purpose = Purpose.TRAIN,
     min_version: int = 0,
+    agent: AgentConfig | None = None,
+    counters: Counter[str] | None = None,
 ) -> Trajectory:
     """Plays one episode and grades what it submitted. The session and the sandbox always end.
 
     `sampling` gives how to draw and the episode's seed; stop tokens come from `chat`. A failure of
     the infrastructure is returned, not raised: ending FAILURE, reward None, `failure` says what.
+    `counters` counts format errors by kind.
+
+    Raises:
+        BadInputError: a turn isn't what the chat template renders.
     """
+    agent = agent or AgentConfig()
     started = time.monotonic()
     episode = _Episode(
         generator=generator,
         chat=chat,
+        agent=agent,
         limits=limits,
         request=GenerateRequest(
             request_id=session_id,
             session_id=session_id,
-            tokens=chat.start(SYSTEM_PROMPT, task_prompt(task)),
+            tokens=agent.start(chat, task),
             sampling=sampling,
             min_version=min_version,
             purpose=purpose,
@@ -240,9 +308,12 @@ async def run_episode(  # noqa: PLR0913 (everything an episode touches is handed
         tree = tree_bytes(task.tree)
         try:
             async with sandboxes.open(tree) as sandbox:
-                ending = await episode.play(sandbox)
+                async with _in_time(task, limits):
+                    ending = await episode.play(sandbox)
                 end = await sandbox.snapshot() if ending == Ending.SUBMITTED else None
         finally:
+            if counters is not None:
+                counters.update({f"format_error_{k}": n for k, n in episode.format_errors.items()})
             with contextlib.suppress(RetryError):
                 await generator.end_session(session_id)
         reward = 0.0
@@ -259,9 +330,23 @@ async def run_episode(  # noqa: PLR0913 (everything an episode touches is handed
         ending=ending,
         failure=failure,
         num_turns=episode.num_turns,
-        num_format_errors=episode.num_format_errors,
+        num_format_errors=episode.format_errors.total(),
         seconds=time.monotonic() - started,
     )
+
+
+@contextlib.asynccontextmanager
+async def _in_time(task: Task, limits: EpisodeLimits) -> AsyncIterator[None]:
+    """Ends the block when the episode's time is over. RetryError: it was."""
+    seconds = task.checkout.episode_seconds if task.checkout else None
+    seconds = seconds or limits.episode_seconds
+    try:
+        async with asyncio.timeout(seconds) as clock:
+            yield
+    except TimeoutError:
+        if not clock.expired():
+            raise
+        raise RetryError(f"the episode took longer than {seconds:g} s") from None
 
 
 async def _grade(grader: Grader, task: Task, patch: Patch, attempts: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from contracts.types import Completion, GenerateRequest
@@ -110,21 +111,67 @@ class Sandboxes(Protocol):
         ...
 
 
+class Judge(StrEnum):
+    """What decides whether a task in a container image is solved."""
+
+    TESTS = "tests"  # all of fail_to_pass and pass_to_pass pass
+    STATUSES = "statuses"  # every test ends exactly as `expected` says
+    EXIT_STATUS = "exit status"  # that of the test command is 0
+    REWARD_FILE = "reward file"  # the test command writes it below /logs/verifier
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkout:
+    """A repository at its base commit inside a container image, and how it is tested there.
+
+    Patches are unified diffs against the base commit. `test_files` are put into /tests when the
+    episode is over. An empty `test_command` is known to the data set's own harness, by `repo` and
+    `version`.
+    """
+
+    image: str  # as a registry names it; "": to be built in build_dir
+    build_dir: str = ""  # with a Dockerfile
+    workdir: str = ""  # "": the image's own
+    repo: str = ""
+    version: str = ""
+    base_commit: str = "HEAD"
+    setup: str = ""  # bash, run before anybody works in it
+    hidden_paths: tuple[str, ...] = ()  # of the image, which the policy must not see
+    fix_patch: str = ""
+    fix_script: str = ""  # bash, where the reference solution is no patch
+    test_patch: str = ""
+    test_files: dict[str, bytes] = field(default_factory=dict)
+    test_command: str = ""  # bash
+    judge: Judge = Judge.TESTS
+    expected: dict[str, str] = field(default_factory=dict)  # test to status
+    episode_seconds: float | None = None  # None: as the run says
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """One coding task: a faulty tree, an issue, and hidden tests the policy never sees.
 
-    `tree` maps relative paths to file contents as the policy gets them. `hidden_tests` are run by
-    the grader after the submitted patch was applied to a fresh copy; `fail_to_pass` fail before the
-    fix, `pass_to_pass` pass both times. `fix` is the reference solution: path to fixed content.
+    `tree` maps relative paths to file contents as the policy gets them; bytes that are no UTF-8
+    are escaped as surrogates. `hidden_tests` are run by the grader after the submitted patch was
+    applied to a fresh copy; `fail_to_pass` fail before the fix, `pass_to_pass` pass both times.
+    `fix` is the reference solution: path to fixed content, and `fix_deletes` what it removes.
+
+    With a `checkout` the repository and its tests are in a container image instead: `tree`,
+    `hidden_tests` and `fix` are empty.
     """
 
-    task_id: str
-    split: str  # train or heldout
+    task_id: str  # of a data set: its instance id
+    split: str  # train or heldout; "" if nobody has decided
     template: str  # tasks of one template never straddle the splits
     issue: str
-    tree: dict[str, str]
-    hidden_tests: dict[str, str]
+    tree: dict[str, str] = field(default_factory=dict)
+    hidden_tests: dict[str, str] = field(default_factory=dict)
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     fix: dict[str, str] = field(default_factory=dict)
+    fix_deletes: tuple[str, ...] = ()
+    checkout: Checkout | None = None
+    test_seconds: float | None = None  # None: as the run says
+    dataset: str = ""
+    language: str = "python"  # "": unknown
+    license: str = ""  # "": unknown

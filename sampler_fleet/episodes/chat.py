@@ -3,50 +3,83 @@
 Owns how turns are rendered and how replies are read. A turn is rendered by the checkpoint's own
 chat template and is the suffix of a longer conversation's rendering; sampled tokens are never
 rendered, decoded or encoded again. Control tokens come from the template alone: text of a user, a
-file or a command that spells one is encoded as ordinary characters. Must not run commands.
+file or a command that spells one is encoded as ordinary characters. Every turn is decoded again and
+held against what the template renders. Must not run commands.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal
 
-import jinja2
 import numpy as np
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from contracts.errors import BadInputError
+from sampler_fleet.episodes.calls import CallSyntax, FencedCommands, JsonCalls, Reply, XmlCalls
 from sampler_fleet.episodes.prompts import (
-    BAD_COMMAND,
-    BAD_JSON,
-    BAD_TOOL,
-    BASH_TOOL,
+    FENCED_HELP,
     MANY_CALLS,
     NO_CALL,
     OPEN_CALL,
+    OPEN_THOUGHT,
     TEXT_AFTER_CALL,
+)
+from sampler_fleet.episodes.template import (
+    ANSWER,
+    REPLY,
+    SYSTEM,
+    USER,
+    Template,
+    called,
+    common_length,
+    message,
 )
 from sampler_fleet.fingerprint import fingerprint
 
-# Stand for contents while the template runs: private-use characters that no template contains.
-_SYSTEM, _USER, _REPLY, _ANSWER = "\ue000", "\ue001", "\ue002", "\ue003"
-_PLACES = re.compile(f"([{_SYSTEM}{_USER}{_REPLY}{_ANSWER}])")
+_log = logging.getLogger(__name__)
 
-# Rendered text as the token ids of its fixed parts and the places for contents between them.
+_PLACES = f"[{SYSTEM}{USER}{REPLY}{ANSWER}]"
+_SHOWN = 40  # characters of a difference
+
+FormatName = Literal["auto", "demo", "qwen3", "qwen3.5"]
+Mode = Literal["tool", "text"]
+
+# Rendered text: token ids of what is fixed, and text and places for contents between them.
 _Frame = list[np.ndarray | str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
-    """What a reply asks for: a command, or the reason why there is none, as one sentence."""
+class _Style:
+    """How a family of checkpoints writes.
 
-    command: str | None
-    error: str = ""
+    `in_one_piece` says that text between two control tokens is encoded as a whole, as transformers
+    does, and not apart from what it is inserted into. `thinks` says that a reply begins after the
+    first </think>.
+    """
+
+    calls: CallSyntax
+    written: str
+    in_one_piece: bool = True
+    thinks: bool = True
+
+
+_STYLES: dict[FormatName, _Style] = {
+    "demo": _Style(calls=JsonCalls(), written="JSON", in_one_piece=False, thinks=False),
+    "qwen3": _Style(calls=JsonCalls(), written="JSON"),
+    "qwen3.5": _Style(calls=XmlCalls(), written="XML"),
+}
+
+
+def _recognize(template: str) -> FormatName:
+    if "<function=" in template:
+        return "qwen3.5"
+    return "qwen3" if "</think>" in template else "demo"
 
 
 class ChatFormat:
@@ -55,37 +88,85 @@ class ChatFormat:
     Token ids are int32 arrays. Thread-safe.
     """
 
-    def __init__(self, tokenizer_json: bytes, config: dict[str, Any], template: str) -> None:
-        """See `load`.
-
-        Raises:
-            BadInputError: the files don't fit the format, or the template rewrites earlier turns.
-        """
+    def __init__(
+        self,
+        tokenizer_json: bytes,
+        config: dict[str, Any],
+        template: str,
+        *,
+        name: FormatName = "auto",
+        mode: Mode = "tool",
+        thinking: bool = True,
+    ) -> None:
+        """See `load`."""
+        self.name: FormatName = _recognize(template) if name == "auto" else name
+        self._style, self._is_text = _STYLES[self.name], mode == "text"
         self._control, self._plain = _tokenizers(tokenizer_json)
         self.fingerprint = fingerprint(tokenizer_json)
-        self._render = _renderer(template, config)
+        self._calls = FencedCommands() if self._is_text else self._style.calls
+        self.instructions = FENCED_HELP if self._is_text else ""  # belong after a system prompt
         eos = config.get("eos_token")
-        self._stop_text = str(eos.get("content") if isinstance(eos, dict) else eos)
-        self._stop = self._token_id(self._stop_text)
+        stop = str(eos.get("content") if isinstance(eos, dict) else eos)
+        self._stop = self._token_id(stop)
         self.stop_token_ids = (self._stop,)
-        self._open, self._close = self._token_id("<tool_call>"), self._token_id("</tool_call>")
+        if not self._is_text:
+            self._open, self._close = self._token_id("<tool_call>"), self._token_id("</tool_call>")
+        self._think, self._thought = (
+            self._control.token_to_id(tag) if self._style.thinks else None
+            for tag in ("<think>", "</think>")
+        )
+        self._template = Template(
+            template, config, stop=stop, with_tool=not self._is_text, thinking=thinking
+        )
+        self._opens_thought = self._think is not None and re.search(
+            r"<think>\s*$", self._template.opening
+        )
+        self._make_frames()
+        if self._template.hides_thoughts:
+            _log.info(
+                "the chat template hides earlier thoughts; what was sampled stays in the buffer"
+            )
 
-        system, user = _message("system", _SYSTEM), _message("user", _USER)
-        prompt = self._render([system, user])
-        self._prompt = self._frame(prompt)
-        call = _message("assistant", "", command=_REPLY)
-        self._call, self._tool_turn = self._turn(prompt, call, _message("tool", _ANSWER))
-        text = _message("assistant", _REPLY)
-        self._text, self._user_turn = self._turn(prompt, text, _message("user", _ANSWER))
+    def _make_frames(self) -> None:
+        """What surrounds contents.
+
+        Raises:
+            BadInputError: calls can't be written and read.
+        """
+        template, text = self._template, message("assistant", REPLY)
+        self._call_reply = text if self._is_text else called(REPLY)
+        self._answer_role = "user" if self._is_text else "tool"
+        self._control_tokens = _either(
+            token.content for token in self._control.get_added_tokens_decoder().values()
+        )
+        self._prompt = self._frame(template.prompt)
+        self._call = self._frame(template.reply(self._call_reply))
+        self._text = self._frame(template.reply(text))
+        self._answers = {
+            role: self._frame(template.suffix(self._call_reply, message(role, ANSWER)))
+            for role in ("user", self._answer_role)
+        }
         probe = "echo 'a' \"b\""
         if self.parse(self.reply(probe)).command != probe:
             raise BadInputError(
-                "chat template", expected="calls as JSON in <tool_call>", found="another format"
+                "chat template",
+                expected=f"calls as {self._style.written} in <tool_call>",
+                found="another format",
             )
 
     @staticmethod
-    def load(directory: str | Path) -> ChatFormat:
+    def load(
+        directory: str | Path,
+        *,
+        name: FormatName = "auto",
+        mode: Mode = "tool",
+        thinking: bool = True,
+    ) -> ChatFormat:
         """From tokenizer.json, tokenizer_config.json and, if it is there, chat_template.jinja.
+
+        `name` is the format; auto: as the template shows. In text mode the policy writes commands
+        in fenced blocks and no tool is offered. `thinking` opens replies as the template does for
+        policies that think.
 
         Raises:
             BadInputError: the files don't fit the format, or the template rewrites earlier turns.
@@ -104,41 +185,62 @@ class ChatFormat:
         template = separate.read_text() if separate.exists() else config.get("chat_template")
         if not isinstance(template, str):
             raise BadInputError(str(path), expected="a chat_template", found=template)
-        return ChatFormat(data, config, template)
+        return ChatFormat(data, config, template, name=name, mode=mode, thinking=thinking)
 
     def start(self, system: str, user: str) -> np.ndarray:
-        """The whole prompt: system turn with the tool, user turn, and the reply's opening."""
-        return self._encode(self._prompt, {_SYSTEM: system, _USER: user})
+        """The whole prompt: system turn with the tool, user turn, and the reply's opening.
+
+        Raises:
+            BadInputError: it is not what the template renders.
+        """
+        system, user = _whole(system), _whole(user)
+        fit = self._template.fit
+        ids = self._encode(self._prompt, {SYSTEM: fit("system", system), USER: fit("user", user)})
+        rendered = self._template.render([message("system", system), message("user", user)])
+        return self._verified("the prompt", ids, rendered)
 
     def observe(self, text: str) -> np.ndarray:
-        """What follows a reply's stop token: a tool response and the next reply's opening."""
-        return self._encode(self._tool_turn, {_ANSWER: text})
+        """What follows the stop token of a reply with a command: what came of it, and an opening.
+
+        Raises:
+            BadInputError: it is not what the template renders.
+        """
+        return self._answer(self._answer_role, text)
 
     def observe_error(self, text: str) -> np.ndarray:
-        """What follows the stop token of a malformed reply: a user turn and an opening."""
-        return self._encode(self._user_turn, {_ANSWER: text})
+        """What follows the stop token of a malformed reply: a user turn and an opening.
+
+        Raises:
+            BadInputError: it is not what the template renders.
+        """
+        return self._answer("user", text)
 
     def reply(self, command: str) -> np.ndarray:
         """The reply that calls bash, stop token included: what a scripted expert says."""
-        escaped = json.dumps(command, ensure_ascii=False)[1:-1]
-        return self._encode(self._call, {_REPLY: escaped})
+        return self._encode(self._call, {REPLY: self._calls.escape(_whole(command))})
 
     def reply_text(self, text: str) -> np.ndarray:
         """A reply without a tool call, stop token included."""
-        return self._encode(self._text, {_REPLY: text})
+        return self._encode(self._text, {REPLY: _whole(text)})
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text, control tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
         return self._control.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def parse(self, ids: Sequence[int] | np.ndarray) -> Reply:
-        """Reads a sampled reply, with or without its stop token.
+        """Reads a sampled reply, with or without its stop token. Never raises.
 
         Counts control tokens, not text that spells them, so that a command may contain any text.
         """
         tokens = [int(i) for i in ids]
         if tokens and tokens[-1] == self._stop:
             tokens.pop()
+        if self._thought is not None and self._thought in tokens:
+            tokens = tokens[tokens.index(self._thought) + 1 :]
+        elif self._opens_thought or self._think in tokens:
+            return Reply(command=None, error=OPEN_THOUGHT)
+        if self._is_text:
+            return self._calls.read(self.decode(tokens))
         opens = [index for index, token in enumerate(tokens) if token == self._open]
         closes = [index for index, token in enumerate(tokens) if token == self._close]
         if not opens:
@@ -149,7 +251,7 @@ class ChatFormat:
             return Reply(command=None, error=OPEN_CALL)
         if self.decode(tokens[closes[0] + 1 :]).strip():
             return Reply(command=None, error=TEXT_AFTER_CALL)
-        return _read_call(self.decode(tokens[opens[0] + 1 : closes[0]]))
+        return self._calls.read(self.decode(tokens[opens[0] + 1 : closes[0]]))
 
     def _token_id(self, token: str) -> int:
         found = self._control.token_to_id(token)
@@ -157,51 +259,59 @@ class ChatFormat:
             raise BadInputError("tokenizer", expected=f"a control token {token}", found="none")
         return found
 
-    def _turn(
-        self, prompt: str, reply: dict[str, Any], answer: dict[str, Any]
-    ) -> tuple[_Frame, _Frame]:
-        """The frames of a reply (with its stop token), and of what follows it.
+    def _answer(self, role: str, text: str) -> np.ndarray:
+        text = _whole(text)
+        ids = self._encode(self._answers[role], {ANSWER: self._template.fit(role, text)})
+        rendered = self._template.suffix(self._call_reply, message(role, text))
+        return self._verified(f"a {role} turn", ids, rendered)
 
-        Raises:
-            BadInputError: the template changes the prompt, or what follows a reply, later on.
-        """
-        start = [_message("system", _SYSTEM), _message("user", _USER)]
-        once = self._render([*start, reply, answer])
-        twice = self._render([*start, reply, answer, reply, answer])
-        stop = self._stop_text
-        body, _, rest = once.removeprefix(prompt).partition(stop)
-        turn = f"{body}{stop}{rest}"
-        if not once.startswith(prompt) or twice != prompt + turn + turn or _REPLY not in body:
+    def _verified(self, turn: str, ids: np.ndarray, rendered: str) -> np.ndarray:
+        """The ids, if they say what the template renders."""
+        buffer, rendered = self._normal(self.decode(ids)), self._normal(rendered)
+        if buffer != rendered:
+            at = common_length(buffer, rendered)
             raise BadInputError(
-                "chat template",
-                expected="one that only appends, so that sampled tokens stay as they are",
-                found="a rendering that changes earlier turns",
+                f"chat template, {turn} from its character {at}",
+                expected=f"what it renders, {rendered[at : at + _SHOWN]!r}",
+                found=f"{buffer[at : at + _SHOWN]!r} in the token buffer",
             )
-        return self._frame(body + stop), self._frame(rest)
+        return ids
+
+    def _normal(self, text: str) -> str:
+        """The text as the tokenizer sees it."""
+        normalizer = self._control.normalizer
+        return normalizer.normalize_str(text) if normalizer else text
 
     def _frame(self, text: str) -> _Frame:
+        if not self._style.in_one_piece:
+            parts = re.split(f"({_PLACES})", text)
+            return [p if re.fullmatch(_PLACES, p) else _ids(self._control, p) for p in parts if p]
+        parts = re.split(f"({self._control_tokens})", text)
         return [
-            part if _PLACES.fullmatch(part) else _ids(self._control, part)
-            for part in _PLACES.split(text)
+            _ids(self._control, part) if index % 2 else part  # control tokens at odd places
+            for index, part in enumerate(parts)
             if part
         ]
 
     def _encode(self, frame: _Frame, contents: dict[str, str]) -> np.ndarray:
-        parts = [_ids(self._plain, contents[p]) if isinstance(p, str) else p for p in frame]
-        return np.concatenate(parts)
+        """Frame and contents together; only the frame has control tokens."""
+        return np.concatenate(
+            [
+                _ids(self._plain, re.sub(_PLACES, lambda place: contents[place[0]], part))
+                if isinstance(part, str)
+                else part
+                for part in frame
+            ]
+        )
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    whole = text.encode(errors="replace").decode()  # a lone surrogate has no bytes
-    return np.asarray(tokenizer.encode(whole, add_special_tokens=False).ids, np.int32)
+    return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
 
-def _message(role: str, content: str, *, command: str | None = None) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": role, "content": content}
-    if command is not None:
-        call = {"name": "bash", "arguments": {"command": command}}
-        message["tool_calls"] = [{"type": "function", "function": call}]
-    return message
+def _whole(text: str) -> str:
+    """A lone surrogate has no bytes: it becomes a question mark."""
+    return text.encode(errors="replace").decode()
 
 
 def _tokenizers(tokenizer_json: bytes) -> tuple[Tokenizer, Tokenizer]:
@@ -221,61 +331,6 @@ def _tokenizers(tokenizer_json: bytes) -> tuple[Tokenizer, Tokenizer]:
     return control, plain
 
 
-def _renderer(template: str, config: dict[str, Any]) -> Callable[[list[dict[str, Any]]], str]:
-    """Renders messages as transformers does, with the opening of a reply after them."""
-
-    def refuse(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    environment.globals["raise_exception"] = refuse
-    names = {k: v for k, v in config.items() if k.endswith("_token") and isinstance(v, str)}
-    try:
-        compiled = environment.from_string(template)
-    except jinja2.TemplateError as error:
-        raise BadInputError("chat template", expected="Jinja", found=str(error)) from None
-
-    def render(messages: list[dict[str, Any]]) -> str:
-        try:
-            return compiled.render(
-                messages=messages,
-                tools=[BASH_TOOL],
-                add_generation_prompt=True,
-                **names,
-            )
-        except jinja2.TemplateError as error:
-            raise BadInputError(
-                "chat template", expected="system, user, assistant, tool turns", found=str(error)
-            ) from None
-
-    return render
-
-
-def _read_call(text: str) -> Reply:
-    """The command of `{"name": "bash", "arguments": {"command": ...}}`."""
-    try:
-        call = json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError):
-        return Reply(command=None, error=BAD_JSON)
-    if not isinstance(call, dict) or call.get("name") != "bash":
-        return Reply(command=None, error=BAD_TOOL)
-    arguments = call.get("arguments")
-    command = arguments.get("command") if isinstance(arguments, dict) else None
-    if set(call) != {"name", "arguments"} or arguments != {"command": command}:
-        return Reply(command=None, error=BAD_COMMAND)
-    if not isinstance(command, str) or not command.strip() or not _is_executable(command):
-        return Reply(command=None, error=BAD_COMMAND)
-    return Reply(command=command)
-
-
-def _is_executable(command: str) -> bool:
-    """Whether the system can be given it: no NUL, no lone surrogate."""
-    return "\0" not in command and not any("\ud800" <= c <= "\udfff" for c in command)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
+def _either(texts: Iterable[str]) -> str:
+    """A pattern of any of them, the longest that fits."""
+    return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))

@@ -37,7 +37,7 @@ _GRACE_S = 10.0  # the runner ends by itself before the sandbox ends it
 
 
 class GradingLimits(Section):
-    """How long hidden tests may take."""
+    """How long hidden tests may take, of tasks that don't say it themselves."""
 
     seconds: float = Field(default=20.0, gt=0)
 
@@ -68,11 +68,12 @@ class Grader:
         if not screened.patch:
             return Verdict(passed=False, reason="nothing changed")
         exam = _Exam.of(task)
+        seconds = task.test_seconds or self._limits.seconds
         async with self._sandboxes.open(apply(start, screened.patch)) as sandbox:
             result = await sandbox.exec(
                 _COMMAND,
-                timeout_s=self._limits.seconds + _GRACE_S,
-                stdin=exam.payload(self._limits.seconds),
+                timeout_s=seconds + _GRACE_S,
+                stdin=exam.payload(seconds),
                 max_output=_MAX_REPORT,
             )
         return exam.judge(result.output)
@@ -144,4 +145,4 @@ def top_level_modules(tree: Collection[str]) -> tuple[str, ...]:
 
 def tree_bytes(tree: Mapping[str, str]) -> dict[str, bytes]:
     """A task's tree as sandboxes take it."""
-    return {path: text.encode() for path, text in tree.items()}
+    return {path: text.encode("utf-8", "surrogateescape") for path, text in tree.items()}

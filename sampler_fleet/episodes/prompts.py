@@ -51,6 +51,22 @@ FORMAT_ERRORS = (
     BAD_COMMAND,
 )
 
+# Of formats that the demo's tokenizer needs no tokens for.
+OPEN_THOUGHT = "The thought has no end."
+BAD_XML = "The tool call was not a <function=bash> with a <parameter=command>."
+NO_BLOCK = "There was no bash block."
+MANY_BLOCKS = "There was more than one bash block."
+OPEN_BLOCK = "The bash block has no end."
+TEXT_AFTER_BLOCK = "There was text after the bash block."
+BAD_BLOCK = "The bash block had no command."
+
+FENCED_HELP = """
+
+Answer with what you think, if anything, and then one command in a block that ends the answer:
+```bash
+ls
+```"""  # follows the system prompt where commands are fenced
+
 
 def task_prompt(task: Task) -> str:
     """The first user turn."""
@@ -61,6 +77,13 @@ def observation(returncode: int, output: str) -> str:
     """What the policy sees of a command: its output, and the exit status where it is not 0."""
     shown = output.removesuffix("\n") or NO_OUTPUT
     return shown if returncode == 0 else f"{shown}\n(exit status {returncode})"
+
+
+def tagged_observation(returncode: int, output: str, *, timed_out: bool, timeout_s: float) -> str:
+    """The same with everything named, for policies that have seen such agents before."""
+    shown = output.removesuffix("\n")
+    text = f"<returncode>{returncode}</returncode>\n<output>\n{shown}\n</output>"
+    return f"{text}\nThe command was stopped after {timeout_s:g} s." if timed_out else text
 
 
 def format_error(reason: str) -> str:

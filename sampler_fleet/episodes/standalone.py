@@ -21,5 +21,6 @@ sys.exit(module.main())
 def standalone(*names: str) -> str:
     """The text for `python -c` that loads modules of this package and calls the last one's main."""
     folder = resources.files(_PACKAGE)
-    sources = [(f"{_PACKAGE}.{name}", (folder / f"{name}.py").read_text()) for name in names]
+    files = {name: folder / f"{name.replace('.', '/')}.py" for name in names}
+    sources = [(f"{_PACKAGE}.{name}", file.read_text()) for name, file in files.items()]
     return _LOADER.format(sources=sources)

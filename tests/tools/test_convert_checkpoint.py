@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 from contracts.types import WeightFormat
 from tests.weight_sync import tiny_moe
 from tools import convert_checkpoint
+from weight_sync import journal
 from weight_sync.journal import resuming
 from weight_sync.layouts import LAYOUTS, RECIPES
 from weight_sync.safetensors_file import Checkpoint
+from weight_sync.verify import TensorError
 
 
 @pytest.fixture
@@ -66,6 +69,71 @@ def test_every_layout_there_and_back(run, source, tmp_path, format, layout):
     config = json.loads((plain / "config.json").read_text())
     assert config == tiny_moe.CONFIG | {"dtype": "float32"}
     assert set(Checkpoint(plain).tensors) == set(tiny_moe.tensors())
+
+
+def test_a_kill_while_the_result_is_verified_is_continued(run, source, tmp_path, monkeypatch):
+    arguments = (source, tmp_path / "out", "--format", "nvfp4", "--verify")
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_checkpoint, "compare", killed)
+        assert run(*arguments)[0] == 130
+    assert not (tmp_path / "out").exists()
+    status, shown, _ = run(*arguments)
+    assert (status, "continuing an interrupted run, all were done" in shown) == (0, True)
+    assert "largest relative error" in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_a_result_that_fails_its_verification_does_not_appear(run, source, tmp_path, monkeypatch):
+    def failing(*arguments):
+        yield [TensorError(name="w", relative_rms=1.0, share_of_bound=2.0)], 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_checkpoint, "compare", failing)
+        status, _, stderr = run(source, tmp_path / "out", "--format", "nvfp4", "--verify")
+    assert status == 2 and "tensor w: expected errors within half a step" in stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_kill_after_the_rename_is_tidied_up_by_the_same_command(run, source, tmp_path):
+    arguments = (source, tmp_path / "out", "--format", "nvfp4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "discard", lambda final: sys.exit(130))
+        assert run(*arguments)[0] == 130
+    status, shown, stderr = run(*arguments)
+    assert (status, "all were done" in shown, stderr) == (0, True, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+    status, _, stderr = run(*arguments)
+    assert (status, "expected a new directory, found it exists" in stderr) == (2, True)
+
+
+def test_a_full_disk_is_one_sentence_and_keeps_what_was_done(run, source, tmp_path, monkeypatch):
+    arguments = (source, tmp_path / "out", "--format", "nvfp4")
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_checkpoint, "compare", lambda *_: sys.exit(1))
+        run(*arguments, "--verify")
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=-(2**40)))
+        status, _, stderr = run(*arguments)
+    assert (status, stderr.count("\n")) == (2, 1)
+    assert "MB free): the disk is full; free some space and run the same command again" in stderr
+    status, shown, _ = run(*arguments)
+    assert (status, "continuing an interrupted run" in shown) == (0, True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[WeightFormat.NVFP4])
+@pytest.mark.parametrize("recipe", RECIPES[WeightFormat.NVFP4])
+def test_an_expert_of_zeros_converts_and_verifies(run, tmp_path, recipe, layout):
+    arrays = tiny_moe.tensors()
+    for part in ("gate", "up", "down"):
+        arrays[f"model.layers.0.mlp.experts.1.{part}_proj.weight"][:] = 0
+    source = tiny_moe.write(tmp_path / "source", arrays)
+    arguments = ("--format", "nvfp4", "--recipe", recipe, "--layout", layout, "--verify")
+    assert run(source, tmp_path / "out", *arguments)[::2] == (0, "")
 
 
 def test_a_dry_run_writes_nothing(run, source, tmp_path):

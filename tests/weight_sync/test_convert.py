@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -255,6 +258,8 @@ def test_memory_is_bounded_by_the_largest_matrix(tmp_path, format, most_mib):
         arrays[f"{prefix}.down_proj"] = np.broadcast_to(noise[: F * D].reshape(D, F), (E, D, F))
     arrays["model.embed_tokens.weight"] = noise.reshape(2 * F, D)
     large = tiny_moe.write(tmp_path / "large", {k: v.copy() for k, v in arrays.items()})
+    config = tiny_moe.CONFIG | {"hidden_size": D, "moe_intermediate_size": F}
+    (large / "config.json").write_text(json.dumps(config))
     assert (large / "model.safetensors").stat().st_size > 200e6
     (tmp_path / "out").mkdir()
     command = [sys.executable, "-c", _CHILD, small, large, tmp_path / "out", format]
@@ -336,6 +341,76 @@ def test_nan_names_the_tensor_and_leaves_nothing(tmp_path, threads):
     assert only_source_remains(tmp_path)
 
 
+@pytest.mark.parametrize("format", list(WeightFormat))
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_are_refused_in_what_is_not_quantized_too(tmp_path, format, dtype, value):
+    for name, shape in (("model.norm.weight", (64,)), ("model.embed_tokens.weight", (96, 64))):
+        array = np.zeros(shape, dtype)
+        array.flat[-1] = value
+        source = tmp_path / name
+        tiny_moe.write(source, tiny_moe.tensors() | {name: array})
+        found = f"found 1 NaN or infinite of {array.size}, the first at {array.size - 1}"
+        with pytest.raises(BadInputError, match=rf"tensor {name}: .*{found}"):
+            convert_directory(source, tmp_path / "out", Options(format=format))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32, np.float64])
+def test_the_largest_and_the_smallest_numbers_are_no_infinity(tmp_path, dtype):
+    limits = ml_dtypes.finfo(dtype)
+    array = np.array([limits.max, limits.min, limits.smallest_subnormal, -0.0, 0], dtype)
+    tiny_moe.write(tmp_path / "source", tiny_moe.tensors() | {"model.norm.weight": array})
+    convert_directory(tmp_path / "source", tmp_path / "out", Options(format=NVFP4))
+    assert read_bytes(tmp_path / "out")["model.norm.weight"] == array.tobytes()
+
+
+def test_a_float32_that_rounds_to_infinity_is_refused_by_name(tmp_path):
+    array = np.zeros((96, 64), np.float32)
+    array[1, 2] = 3.4e38
+    source = tiny_moe.write(tmp_path / "source", tiny_moe.tensors() | {"lm_head.weight": array})
+    for format in (BF16, FP8):
+        with pytest.raises(BadInputError, match=r"tensor lm_head\.weight: .*the first at 66"):
+            convert_directory(source, tmp_path / "out", Options(format=format))
+
+
+def test_integers_are_copied_whatever_their_bits(tmp_path):
+    arrays = {f"model.{t.__name__}": np.full(3, -1, t) for t in (np.int8, np.int32, np.int64)}
+    tiny_moe.write(tmp_path / "source", tiny_moe.tensors() | arrays)
+    convert_directory(tmp_path / "source", tmp_path / "out", Options(format=NVFP4))
+    assert read_bytes(tmp_path / "out")["model.int32"] == b"\xff" * 12
+
+
+def test_what_a_tokenizer_or_a_model_of_its_own_code_needs_comes_along(source, tmp_path):
+    names = {"modeling_x.py", "qwen.tiktoken", "vocab.bpe", "source.spm", "merges.txt"}
+    for name in names:
+        (source / name).write_text(name)
+    convert_directory(source, tmp_path / "out", Options(format=NVFP4))
+    assert names <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("format", list(WeightFormat))
+def test_a_directory_without_tensors_is_refused(source, tmp_path, format):
+    tiny_moe.write(source, {})
+    with pytest.raises(BadInputError, match="expected tensors, found none"):
+        convert_directory(source, tmp_path / "out", Options(format=format))
+
+
+def test_a_config_that_is_too_deep_is_refused(source):
+    (source / "config.json").write_text('{"a":' * 50_000 + "1" + "}" * 50_000)
+    with pytest.raises(BadInputError, match=r"config\.json: expected JSON, found .* too deep"):
+        plan_directory(source, Options(format=NVFP4))
+
+
+def test_too_little_room_is_the_disks_own_error(source, tmp_path, monkeypatch):
+    """So that the service tries again when there is room."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(OSError, match=r"0\.1 MB needed, 0\.0 MB free") as raised:
+        convert_directory(source, tmp_path / "out", Options(format=NVFP4))
+    assert raised.value.errno == errno.ENOSPC
+    assert only_source_remains(tmp_path)
+
+
 def test_a_stop_leaves_nothing(source, tmp_path):
     with pytest.raises(StoppedError):
         convert_directory(source, tmp_path / "out", Options(format=NVFP4), should_stop=lambda: True)
@@ -407,6 +482,22 @@ def test_verification_finds_a_wrong_code_and_a_wrong_copy(source, tmp_path):
     tiny_moe.write_corrupt(path, converted.tensors["lm_head.weight"].start)
     with pytest.raises(BadInputError, match=r"lm_head\.weight.*another byte at 0"):
         list(compare(plan, Checkpoint(source), Checkpoint(tmp_path / "out")))
+
+
+@pytest.mark.parametrize("format", [NVFP4, FP8])
+def test_verification_holds_the_experts_against_each_other_and_the_config(tmp_path, format):
+    """What the plan takes for granted: of which two widths the projections are."""
+    arrays = tiny_moe.tensors()
+    down = f"{EXPERT}.down_proj.weight"
+    turned = arrays | {down: np.ascontiguousarray(arrays[down].T)}
+    source = tiny_moe.write(tmp_path / "turned", turned)
+    plan = convert_directory(source, tmp_path / "out", Options(format=format))
+    pairs = plan, Checkpoint(source), Checkpoint(tmp_path / "out")
+    with pytest.raises(BadInputError, match=r"between widths 64 and 32, found 32 and 64"):
+        list(compare(*pairs))
+    config = {key: value for key, value in plan.config.items() if "size" not in key}
+    with pytest.raises(BadInputError, match=rf"tensor {EXPERT}\.down_proj.*found 32 and 64"):
+        list(compare(dataclasses.replace(plan, config=config), *pairs[1:]))
 
 
 def test_decoded_tensors_are_those_of_torch(source, tmp_path):

@@ -19,7 +19,7 @@ from tests.weight_sync import tiny_moe
 from weight_sync import journal
 from weight_sync.convert import Options, convert_directory, convert_resumably
 from weight_sync.journal import Journal, resuming
-from weight_sync.safetensors_file import Writer
+from weight_sync.safetensors_file import Checkpoint, Writer, read_headers
 
 OPTIONS = Options(format=WeightFormat.NVFP4)
 
@@ -120,11 +120,106 @@ def test_a_source_that_changed_starts_anew(source, tmp_path):
     assert content(tmp_path / "out") == expected(source)
 
 
+def test_a_source_whose_bytes_changed_but_not_its_times_starts_anew(source, tmp_path):
+    interrupt(source, tmp_path / "out")
+    path = source / "model.safetensors"
+    before = path.stat()
+    tiny_moe.write_corrupt(path, Checkpoint(source).tensors["model.norm.weight"].start)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert done_before(source, tmp_path / "out") == 0
+    assert content(tmp_path / "out") == expected(source)
+
+
+def test_another_file_of_the_same_name_and_times_starts_anew(source, tmp_path):
+    interrupt(source, tmp_path / "out")
+    shutil.copytree(source, tmp_path / "copy")
+    for path in source.iterdir():
+        assert (tmp_path / "copy" / path.name).stat().st_mtime_ns == path.stat().st_mtime_ns
+    shutil.rmtree(source)
+    os.rename(tmp_path / "copy", source)
+    assert done_before(source, tmp_path / "out") == 0
+
+
+def spoil_length(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def spoil_header(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"\0" * 64)
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, spoil_length, spoil_header])
+def test_a_shard_that_is_not_as_it_was_left_starts_anew(tmp_path, spoil):
+    source = tiny_moe.write_sharded(tmp_path / "source", tiny_moe.tensors())
+    interrupt(source, tmp_path / "out")
+    spoil(tmp_path / ".out.partial" / "checkpoint" / "model-00001-of-00002.safetensors")
+    assert done_before(source, tmp_path / "out") == 0
+    assert content(tmp_path / "out") == expected(source)
+
+
 def test_a_journal_without_its_checkpoint_starts_anew(source, tmp_path):
     interrupt(source, tmp_path / "out")
     os.rename(tmp_path / ".out.partial" / "checkpoint", tmp_path / "moved")
     assert done_before(source, tmp_path / "out") == 0
     assert content(tmp_path / "out") == expected(source)
+
+
+def end_after_the_rename(source: Path, target: Path) -> None:
+    def die(final: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "discard", die)
+        with pytest.raises(KeyboardInterrupt):
+            convert_resumably(source, target, OPTIONS)
+    assert names(target.parent) == {"source", "out", ".out.partial"}
+
+
+def test_a_run_that_ended_after_the_rename_is_finished_by_the_same_command(source, tmp_path):
+    end_after_the_rename(source, tmp_path / "out")
+    checked: list[Path] = []
+    started: list[int] = []
+    convert_resumably(
+        source, tmp_path / "out", OPTIONS, on_start=started.append, check=checked.append
+    )
+    assert names(tmp_path) == {"source", "out"}
+    assert content(tmp_path / "out") == expected(source)
+    assert started == [sum(array.nbytes for array in tiny_moe.tensors().values())]
+    assert checked == [tmp_path / "out"]
+    with pytest.raises(BadInputError, match="it exists"):
+        convert_resumably(source, tmp_path / "out", OPTIONS)
+
+
+def test_what_another_conversion_made_is_not_taken_for_ours(source, tmp_path):
+    end_after_the_rename(source, tmp_path / "out")
+    with pytest.raises(BadInputError, match="it exists"):
+        convert_resumably(source, tmp_path / "out", Options(format=WeightFormat.FP8_BLOCK))
+    spoil_length(tmp_path / "out" / "model.safetensors")
+    with pytest.raises(BadInputError, match="it exists"):
+        convert_resumably(source, tmp_path / "out", OPTIONS)
+
+
+def test_a_result_appears_only_when_it_is_checked(source, tmp_path):
+    """A kill meanwhile loses nothing; a result that is refused is made anew."""
+
+    def killed(directory: Path) -> None:
+        assert directory.is_relative_to(tmp_path / ".out.partial")
+        assert read_headers(directory / "model.safetensors")
+        raise KeyboardInterrupt
+
+    def refused(directory: Path) -> None:
+        raise BadInputError("tensor w", expected="another", found="this")
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_resumably(source, tmp_path / "out", OPTIONS, check=killed)
+    assert names(tmp_path) == {"source", ".out.partial"}
+    started: list[int] = []
+    with pytest.raises(BadInputError, match="tensor w"):
+        convert_resumably(source, tmp_path / "out", OPTIONS, on_start=started.append, check=refused)
+    assert started == [sum(array.nbytes for array in tiny_moe.tensors().values())]
+    assert names(tmp_path) == {"source"}
 
 
 def test_a_line_that_a_kill_cut_off_does_not_count(tmp_path):
@@ -194,7 +289,7 @@ def test_too_little_room_is_told_before_anything_is_lost(source, tmp_path, monke
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        with pytest.raises(BadInputError, match=r"MB free, found 0\.0 MB"):
+        with pytest.raises(OSError, match=r"MB needed, 0\.0 MB free"):
             convert_resumably(source, tmp_path / "out", OPTIONS)
     assert done_before(source, tmp_path / "out") > 0
 

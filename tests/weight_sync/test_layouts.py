@@ -13,6 +13,7 @@ from contracts.types import WeightFormat
 from weight_sync import coding
 from weight_sync.layouts import (
     LAYOUTS,
+    RECIPES,
     Layout,
     Storage,
     choose_storage,
@@ -85,7 +86,7 @@ def test_compressed_tensors_divides_block_scales_by_the_inverse(recipe):
 def test_the_ct_recipe_stores_the_number_of_its_owner():
     golden = np.load(Path(__file__).parents[1] / "data" / "formats" / "golden.npz")
     storage = choose_storage(WeightFormat.NVFP4, "ct", Layout.COMPRESSED_TENSORS)
-    for case in ("heavy", "edge", "allzero", "bf16max"):
+    for case in ("heavy", "edge", "allzero"):
         (arrays,) = coding.encode(storage, [golden[f"{case}/x"]], ["x"])
         for array, part in zip(arrays, ("packed", "scale", "global"), strict=False):
             np.testing.assert_array_equal(array, golden[f"{case}/ct/{part}"].reshape(array.shape))
@@ -108,9 +109,52 @@ def test_weights_whose_inverse_scale_overflows_are_refused():
 
 
 @pytest.mark.parametrize(
+    "storage",
+    [choose_storage(s.format, r, s.layout) for s in STORAGES for r in RECIPES[s.format] or (None,)],
+    ids=lambda storage: f"{ids(storage)}-{storage.recipe}",
+)
+@pytest.mark.parametrize("magnitude", [0x7E80, 0x7F00, 0x7F40, 0x7F60, 0x7F70, 0x7F7E, 0x7F7F])
+def test_what_is_encoded_decodes_to_finite_weights_or_is_refused_by_name(storage, magnitude):
+    bits = np.full((32, 32), magnitude, np.uint16)
+    try:
+        (arrays,) = coding.encode(storage, [bits], ["w"])
+    except BadInputError as error:
+        assert str(error).startswith(f"tensor w in {storage.format}: expected weights whose codes")
+        assert storage.recipe in ("ct", "ue8m0") or storage.format == WeightFormat.MXFP8
+    else:
+        assert np.isfinite(coding.decode(storage, arrays)).all()
+
+
+@pytest.mark.parametrize(
+    ("format", "recipe"),
+    [(WeightFormat.MXFP8, None), (WeightFormat.FP8_BLOCK, "ue8m0"), (WeightFormat.NVFP4, "ct")],
+)
+def test_the_largest_weight_overflows_where_scales_are_rounded_up(format, recipe):
+    for layout in LAYOUTS[format]:
+        with pytest.raises(BadInputError, match=r"tensor w in .*decode to finite numbers"):
+            coding.encode(
+                choose_storage(format, recipe, layout),
+                [np.full((32, 32), 0x7F7F, np.uint16)],
+                ["w"],
+            )
+
+
+@pytest.mark.parametrize("recipe", RECIPES[WeightFormat.NVFP4])
+def test_zeros_have_an_inverse_scale_of_1_as_compressed_tensors_has_it(recipe):
+    storage = choose_storage(WeightFormat.NVFP4, recipe, Layout.COMPRESSED_TENSORS)
+    (arrays,) = coding.encode(storage, [np.zeros((4, 32), np.uint16)], ["w"])
+    assert arrays[2] == 1
+    assert not coding.decode(storage, arrays).any()
+
+
+@pytest.mark.parametrize(
     "config",
     [
         {},
+        *(
+            {"quant_method": "compressed-tensors", "config_groups": groups}
+            for groups in ({"g": 5}, {"g": {"weights": 5}}, {"g": None}, [5])
+        ),
         {"quant_method": "gptq", "bits": 4},
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         {"quant_method": "fp8"},

@@ -13,6 +13,7 @@ from weight_sync.plan import Kind, plan_conversion, plan_decoding
 from weight_sync.safetensors_file import DTYPE_BYTES, TensorHeader
 
 NVFP4, FP8, BF16 = WeightFormat.NVFP4, WeightFormat.FP8_BLOCK, WeightFormat.BF16
+CONFIG = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32}
 EIGHT_BITS = [WeightFormat.FP8_BLOCK, WeightFormat.FP8_CHANNEL, WeightFormat.MXFP8]
 QUANTIZED = [NVFP4, *EIGHT_BITS]
 
@@ -178,7 +179,7 @@ def test_qwen3_5_names_are_all_listed_in_both_forms():
     linear |= {"mtp.fc": (64, 128), "mtp.layers.0.self_attn.q_proj": (64, 64)}
     linear |= {"model.visual.blocks.0.attn.qkv": (96, 32)}
     linear |= {"model.visual.blocks.0.mlp.linear_fc1": (64, 32)}
-    shapes = {f"{module}.weight": shape for module, shape in linear.items()}
+    shapes: dict[str, tuple[int, ...]] = {f"{m}.weight": shape for m, shape in linear.items()}
     shapes |= {
         f"{layer}.linear_attn.conv1d.weight": (64, 1, 4),
         f"{layer}.linear_attn.A_log": (4,),
@@ -187,7 +188,8 @@ def test_qwen3_5_names_are_all_listed_in_both_forms():
         f"{layer}.mlp.experts.down_proj": (2, 64, 32),
         "mtp.layers.0.mlp.experts.gate_up_proj": (2, 64, 64),
     }
-    plan = plan_conversion({}, headers(shapes), format=NVFP4)
+    config = {"model_type": "qwen3_5_moe", "text_config": CONFIG | {"num_experts": 2}}
+    plan = plan_conversion(config, headers(shapes), format=NVFP4)
     assert quantized(plan) == {f"{layer}.mlp.experts.{p}_proj" for p in ("gate_up", "down")}
     ignored = plan.config["quantization_config"]["ignore"]
     fused = {
@@ -216,21 +218,95 @@ def test_ignoring_part_of_a_fused_matrix_is_refused(glob):
         plan_conversion({}, MODEL, format=FP8, ignore=[glob])
 
 
+PREFIX = "model.language_model.layers.3.mlp.experts"
+
+
+def fused(gate_up: tuple[int, ...], down: tuple[int, ...], **others: tuple[int, ...]) -> dict:
+    shapes = {"gate_up_proj": gate_up, "down_proj": down, **others}
+    return headers({f"{PREFIX}.{part}": shape for part, shape in shapes.items()})
+
+
 def test_a_fused_checkpoint_becomes_per_expert():
-    fused = headers(
-        {
-            "model.language_model.layers.3.mlp.experts.gate_up_proj": (2, 64, 48),
-            "model.language_model.layers.3.mlp.experts.down_proj": (2, 48, 32),
-        }
-    )
-    plan = plan_conversion({}, fused, format=NVFP4)
+    plan = plan_conversion(CONFIG, fused((2, 64, 64), (2, 64, 32)), format=NVFP4)
     weights = {s.name: s.shape for s in plan.outputs if s.name.endswith(".weight")}
-    prefix = "model.language_model.layers.3.mlp.experts"
     assert weights == {
-        f"{prefix}.{e}.{p}_proj.weight": shape
+        f"{PREFIX}.{e}.{p}_proj.weight": shape
         for e in (0, 1)
-        for p, shape in (("gate", (32, 24)), ("up", (32, 24)), ("down", (48, 16)))
+        for p, shape in (("gate", (32, 32)), ("up", (32, 32)), ("down", (64, 16)))
     }
+
+
+# As transformers 5.x has them: qwen3_vl_moe in conversion_mapping.py, gpt_oss in its GptOssExperts.
+D, F = 64, 48
+TRANSPOSED = ((2, D, 2 * F), (2, F, D))
+VL = {"model_type": "qwen3_vl_moe", "text_config": {"hidden_size": D, "moe_intermediate_size": F}}
+GPT_OSS = {"model_type": "gpt_oss", "hidden_size": D, "intermediate_size": F}
+BIASES = {"gate_up_proj_bias": (2, 2 * F), "down_proj_bias": (2, D)}
+SIZED = {"model_type": "qwen3_moe", "hidden_size": D, "moe_intermediate_size": F}
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize(
+    ("config", "tensors", "sentence"),
+    [
+        (VL, fused(*TRANSPOSED), "whose order of gate and up is known.*model_type qwen3_vl_moe"),
+        (GPT_OSS, fused(*TRANSPOSED), "found model_type gpt_oss"),
+        (GPT_OSS, fused(*TRANSPOSED, **BIASES), r"experts named .*found .*gate_up_proj_bias"),
+        ({}, fused(*TRANSPOSED), "found model_type None"),
+        (SIZED, fused(*TRANSPOSED), r"gate_up_proj: expected \[E, 2F, D\], .*found \(2, 64, 96\)"),
+        (SIZED, fused((2, 2 * F, D), (2, F, D)), r"down_proj: expected \[E, D, F\].*\[E, 64, 48\]"),
+        (SIZED, fused((2, 2 * F - 1, D), (2, D, F)), r"found \(2, 95, 64\)"),
+        (SIZED, fused((2 * F, D), (2, D, F)), r"found \(96, 64\)"),
+        ({"model_type": "qwen3_moe"}, fused((2, 2 * F, D), (2, D, F)), "expected hidden_size and"),
+    ],
+)
+def test_fused_experts_that_lie_another_way_are_refused(format, config, tensors, sentence):
+    """Where sizes happen to fit, a matrix cut along the wrong dimension would look like weights."""
+    with pytest.raises(BadInputError, match=sentence):
+        plan_conversion(config, tensors, format=format)
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({}, "model.layers.0.block_sparse_moe.experts.0.w1.weight"),  # Mixtral
+        ({}, "model.layers.0.block_sparse_moe.input_linear.weight"),  # Granite
+        ({}, "language_model.model.layers.0.feed_forward.experts.gate_up_proj"),  # Llama 4
+        ({}, "model.layers.0.mlp.experts.0.gate_proj.bias"),
+        ({"num_local_experts": 8}, "model.layers.0.moe.w1.weight"),
+        ({"text_config": {"n_routed_experts": 8}}, "model.layers.0.ffn.w1.weight"),
+    ],
+)
+def test_experts_of_other_names_do_not_make_a_model_without_experts(format, config, name):
+    with pytest.raises(BadInputError, match=r"expected experts named .*found (none of 8|.*\.0\.)"):
+        plan_conversion(config, headers(dense() | {name: (32, 64)}), format=format)
+
+
+def test_deepseeks_experts_have_known_names_and_shared_ones_stay():
+    shared = {
+        f"model.layers.0.mlp.shared_experts.{p}_proj.weight": (32, 64) for p in ("gate", "up")
+    }
+    tensors = headers(expert() | shared | {"model.layers.0.self_attn.kv_b_proj.weight": (64, 64)})
+    plan = plan_conversion({"n_routed_experts": 1}, tensors, format=NVFP4)
+    assert quantized(plan) == set(expert())
+    ignored = plan.config["quantization_config"]["ignore"]
+    assert "model.layers.0.mlp.shared_experts.gate_up_proj" in ignored
+
+
+def test_the_same_expert_fused_and_on_its_own_is_refused():
+    both = fused((1, 64, 64), (1, 64, 32)) | headers(expert("model.language_model.layers.3"))
+    sentence = rf"expected {PREFIX}\.0\.gate_proj once, found it in {PREFIX}\.gate_up_proj and in "
+    with pytest.raises(BadInputError, match=sentence + rf"{PREFIX}\.0\.gate_proj\.weight$"):
+        plan_conversion(CONFIG, both, format=NVFP4)
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+@pytest.mark.parametrize("shape", [(0, 64), (32, 0)])
+def test_a_matrix_without_elements_is_refused(format, shape):
+    name = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    with pytest.raises(BadInputError, match=rf"tensor {name}: expected weights, found "):
+        plan_conversion({}, headers(expert() | {name: shape}), format=format)
 
 
 @pytest.mark.parametrize("K", [8, 24, 33])

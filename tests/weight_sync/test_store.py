@@ -13,6 +13,7 @@ from contracts.errors import BadInputError, ConflictError
 from contracts.types import FileEntry, WeightFormat
 from tests.weight_sync import tiny_moe
 from weight_sync import durable
+from weight_sync.convert import Options, convert_directory
 from weight_sync.manifest import (
     CorruptError,
     checkpoint_files,
@@ -182,7 +183,7 @@ def test_a_stop_while_removing_is_finished_on_opening(store, contents, tmp_path)
         (path / "part").write_text("x")
     store = reopen(store, root)
     assert [p.name for p in (root / "versions").iterdir()] == ["5"]
-    assert sorted(p.name for p in (root / "versions" / "5").iterdir()) == ["bf16"]
+    assert sorted(p.name for p in (root / "versions" / "5").iterdir()) == ["bf16", "published"]
     store.close()
 
 
@@ -207,17 +208,15 @@ def test_a_converted_format_appears_whole_and_can_be_made_again(store, contents)
         store.manifest(1, NVFP4)
 
 
-def test_retention_keeps_the_newest_the_pinned_and_the_used(store, contents):
+def test_retention_keeps_the_newest_and_the_used(store, contents):
     for version in range(1, 7):
         publish(store, version, contents[1])
-    store.pin(1)
     open_file = (store.directory(3, BF16) / "config.json").open()
-    assert store.collect(2, in_use={2}) == [3, 4]
-    assert store.versions() == [1, 2, 5, 6]
+    assert store.collect(2, in_use={2}) == [1, 3, 4]
+    assert store.versions() == [2, 5, 6]
     with open_file:
         assert open_file.read()
-    store.unpin(1)
-    assert store.collect(2) == [1, 2]
+    assert store.collect(2) == [2]
     assert store.collect(0) == [5]
     assert store.versions() == [6]
     with pytest.raises(FileNotFoundError):
@@ -230,6 +229,204 @@ def test_a_collected_version_cannot_come_back(store, contents):
     store.collect(1)
     with pytest.raises(ConflictError, match="versions only grow"):
         publish(store, 1, contents[1])
+
+
+def files_below(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*.*")}
+
+
+@pytest.mark.parametrize("damage", ["remove", "empty", "other", *range(8)])
+def test_a_lost_pointer_costs_no_version(store, contents, tmp_path, damage):
+    """Whichever bit of it flips: marks in the versions tell what was acknowledged."""
+    root = tmp_path / "store"
+    for version in (1, 2):
+        publish(store, version, contents[version])
+    before = files_below(root / "versions")
+    pointer = root / "LATEST"
+    if damage == "remove":
+        pointer.unlink()
+    elif damage == "empty":
+        pointer.write_text("")
+    elif damage == "other":
+        pointer.write_text("1\n")
+    else:
+        pointer.write_bytes(bytes([pointer.read_bytes()[0] ^ 1 << damage]) + b" x\n")
+    shutil.copytree(root / "versions" / "2", root / "versions" / "3")  # never acknowledged
+    store = reopen(store, root)
+    assert (store.latest, store.versions()) == (2, [1, 2])
+    assert files_below(root / "versions") == before
+    publish(store, 3, contents[1])
+    store.close()
+
+
+def test_a_pointer_that_went_back_costs_no_version(store, contents, tmp_path):
+    root = tmp_path / "store"
+    publish(store, 1, contents[1])
+    old = (root / "LATEST").read_bytes()
+    publish(store, 2, contents[2])
+    (root / "LATEST").write_bytes(old)
+    store = reopen(store, root)
+    assert store.versions() == [1, 2]
+    store.close()
+
+
+def test_without_pointer_and_marks_nothing_is_removed(store, contents, tmp_path):
+    root = tmp_path / "store"
+    publish(store, 1, contents[1])
+    store.close()
+    before = files_below(root / "versions")
+    (root / "LATEST").unlink()
+    (root / "versions" / "1" / "published").unlink()
+    for _ in range(2):
+        with pytest.raises(BadInputError, match=r"checksum, found none, while versions/ holds 1"):
+            VersionStore(root)
+    assert files_below(root / "versions") == before
+
+
+def test_a_stop_before_the_mark_keeps_the_version(store, contents, tmp_path):
+    root = tmp_path / "store"
+    publish(store, 1, contents[1])
+    mark = root / "versions" / "1" / "published"
+    mark.unlink()
+    store = reopen(store, root)
+    assert store.versions() == [1] and mark.exists()
+    store.close()
+
+
+def test_what_is_not_ours_in_the_store_stays(store, contents, tmp_path):
+    root = tmp_path / "store"
+    publish(store, 1, contents[1])
+    for name in ("٣", "007", "notes"):
+        (root / "versions" / name).mkdir()
+    (root / "versions" / "12").write_text("a file above the pointer")
+    store = reopen(store, root)
+    assert store.versions() == [1]
+    assert {p.name for p in (root / "versions").iterdir()} == {"1", "٣", "007", "notes"}
+    store.close()
+
+
+def test_only_the_newest_version_can_be_withdrawn(store, contents, tmp_path):
+    root = tmp_path / "store"
+    publish(store, 1, contents[1])
+    publish(store, 2**63 - 1, contents[2])
+    with pytest.raises(ConflictError, match="version 1: expected it to be the newest"):
+        store.withdraw(1)
+    assert store.withdraw(2**63 - 1) == 1
+    assert (store.latest, store.versions()) == (1, [1])
+    with pytest.raises(FileNotFoundError):
+        store.manifest(2**63 - 1, BF16)
+    store = reopen(store, root)
+    assert store.versions() == [1]
+    publish(store, 2, contents[2])
+    assert [store.withdraw(2), store.withdraw(1)] == [1, 0]
+    with pytest.raises(ConflictError, match="found 0"):
+        store.withdraw(0)
+    store.close()
+
+
+def test_a_manifest_of_another_version_counts_as_none(store, contents, tmp_path):
+    root = tmp_path / "store"
+    for version in (1, 2):
+        publish(store, version, contents[version])
+    store.add_format(stage(store, contents[1]), 1, NVFP4, recipe="")
+    shutil.copytree(store.directory(1, NVFP4), root / "versions" / "2" / "nvfp4")
+    store = reopen(store, root)
+    assert (store.formats(1), store.formats(2)) == ([BF16, NVFP4], [BF16])
+    with pytest.raises(CorruptError, match="has the manifest of version 1"):
+        store.manifest(2, NVFP4)
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["remove", "json", "digit", "not utf-8"])
+def test_a_format_counts_only_with_an_intact_manifest(store, contents, tmp_path, damage):
+    root = tmp_path / "store"
+    publish(store, 1, contents[1])
+    for format in (NVFP4, BF16):
+        if format == NVFP4:
+            store.add_format(stage(store, contents[1]), 1, format, recipe="")
+        path = store.directory(1, format) / "manifest.json"
+        text = path.read_bytes()
+        if damage == "remove":
+            path.unlink()
+        elif damage == "json":
+            path.write_bytes(b"[" + text[1:])
+        elif damage == "digit":
+            at = text.rindex(b'"') - 1
+            path.write_bytes(
+                text[:at] + (b"1" if text[at : at + 1] != b"1" else b"2") + text[at + 1 :]
+            )
+        else:
+            path.write_bytes(text[:60] + b"\xff" + text[61:])
+        store = reopen(store, root)
+        assert store.formats(1) == ([BF16] if format == NVFP4 else [])
+    with pytest.raises(ConflictError, match="version 1"):
+        publish(store, 1, contents[1])
+    publish(store, 2, contents[2])  # which helps
+    assert store.formats(2) == [BF16]
+    store.close()
+
+
+def unusable(directory: Path, what: str) -> None:
+    arrays = tiny_moe.tensors()
+    if what in ("nan", "infinity"):
+        weights = arrays["model.layers.1.mlp.experts.2.up_proj.weight"]
+        weights[3, 5] = float("nan") if what == "nan" else -float("inf")
+        tiny_moe.write(directory, arrays)
+    elif what == "shard":
+        tiny_moe.write_sharded(directory, arrays)
+        (directory / "model-00002-of-00002.safetensors").unlink()
+    elif what == "no index":
+        tiny_moe.write_sharded(directory, arrays)
+        (directory / "model.safetensors.index.json").unlink()
+    elif what == "stray":
+        tiny_moe.write_sharded(directory, arrays)
+        shutil.copyfile(
+            directory / "model-00002-of-00002.safetensors", directory / "model-9.safetensors"
+        )
+    elif what == "config":
+        (tiny_moe.write(directory, arrays) / "config.json").write_text("{")
+    else:
+        source = tiny_moe.write(directory.parent / "plain", arrays)
+        convert_directory(source, directory, Options(format=NVFP4))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("nan", r"experts\.2\.up_proj\.weight: expected finite weights"),
+        ("infinity", "expected finite weights"),
+        ("shard", "no model-00002-of-00002"),
+        ("no index", "shards alone"),
+        ("stray", "names each shard, found .*model-9"),
+        ("config", r"config\.json: expected JSON"),
+        ("quantized", "expected bf16, found nvfp4"),
+    ],
+)
+def test_what_is_no_bf16_version_is_refused(store, tmp_path, what, message):
+    unusable(tmp_path / "source", what)
+    with pytest.raises(BadInputError, match=message):
+        publish(store, 1, tmp_path / "source")
+    assert (store.latest, store.versions()) == (0, [])
+
+
+def test_bits_that_flipped_on_the_way_are_no_bad_input(store, contents):
+    """Whatever they made of the file: it is sent again."""
+    for offset in (3, 20, -1):
+        staged = stage(store, contents[1])
+        tiny_moe.write_corrupt(staged / "model.safetensors", offset)
+        with pytest.raises(CorruptError, match="did not arrive as announced"):
+            store.commit(staged, 1, entries(contents[1]))
+
+
+def test_remove_tree_takes_whatever_has_the_name(tmp_path):
+    (tmp_path / "directory" / "inner").mkdir(parents=True)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    for name in ("directory", "file", "link", "broken", "missing"):
+        durable.remove_tree(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "header"])
@@ -260,5 +457,5 @@ def test_a_manifest_that_is_none(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version": 1}')
-    with pytest.raises(BadInputError, match="expected a manifest"):
+    with pytest.raises(CorruptError, match="not those of its checksum"):
         read_manifest(tmp_path / "manifest.json")

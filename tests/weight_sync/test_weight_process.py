@@ -26,7 +26,7 @@ from weight_sync.store import VersionStore
 
 pytestmark = pytest.mark.e2e
 
-TOKEN = "a token of enough length"
+TOKEN = "a-token-of-enough-length"
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 30.0
 
@@ -135,6 +135,19 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_wrong_version_number_is_withdrawn(service, tmp_path, token_file):
+    there = ("--address", service.start(), "--token-file", token_file)
+    source = tiny_moe.write(tmp_path / "source")
+    wrong = str(2**63 - 1)
+    for version in ("3", wrong):
+        assert run("publish", source, "--version", version, *there).returncode == 0
+    assert "versions only grow" in refusal("publish", source, "--version", "4", *there)
+    assert "expected it to be the newest" in refusal("withdraw", "--version", "3", *there)
+    done = run("withdraw", "--version", wrong, *there)
+    assert done.stdout == f"version {wrong} is withdrawn; the newest is 3\n"
+    assert run("publish", source, "--version", "4", *there).returncode == 0
+
+
 def refusal(*arguments: str | Path) -> str:
     """The one sentence of a command that exits with status 2."""
     done = run(*arguments)
@@ -147,7 +160,7 @@ def refusal(*arguments: str | Path) -> str:
 def test_refusals_are_one_sentence(service, tmp_path, token_file):
     address = service.start()
     wrong = tmp_path / "wrong"
-    wrong.write_text("another token of that length")
+    wrong.write_text("another-token-of-that-length")
     short = tmp_path / "short"
     short.write_text("short")
     run_file = tmp_path / "run.toml"
@@ -159,10 +172,13 @@ def test_refusals_are_one_sentence(service, tmp_path, token_file):
     assert "nowhere.toml" in refusal("serve", "--store", other, "--config", "nowhere.toml")
     assert "16 characters" in refusal("serve", "--store", other, "--token-file", short)
     assert "a different token" in refusal("status", "--address", address, "--token-file", wrong)
-    assert "config.json" in refusal(
-        *("publish", tmp_path, "--version", "1", "--address", address),
-        *("--token-file", token_file),
-    )
+    there = ("--address", address, "--token-file", token_file)
+    assert "config.json" in refusal("publish", tmp_path, "--version", "1", *there)
+    for version in ("0", "-3", str(2**63), str(10**30)):
+        expected = f"from 1 to 2^63 - 1, found {version}"
+        assert expected in refusal("publish", tmp_path, "--version", version, *there)
+        assert expected in refusal("withdraw", "--version", version, *there)
+    assert "expected it to be the newest, found 0" in refusal("withdraw", "--version", "1", *there)
 
 
 async def test_killed_while_a_version_is_published(service, large):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -16,15 +14,12 @@ from contracts.errors import AuthError, BadInputError, ConflictError, RetryError
 from contracts.pb import weights_pb2, weights_pb2_grpc
 from contracts.types import Manifest, WeightFormat
 from tests.weight_sync import tiny_moe
+from tests.weight_sync.served import TOKEN, next_manifest, put, receiving, running
 from weight_sync import durable, service
 from weight_sync.client import WeightClient, publish, read_manifest, status
-from weight_sync.config import WeightsConfig
 from weight_sync.convert import Options, convert_directory
 from weight_sync.manifest import describe_directory, verify_directory
-from weight_sync.service import serving
-from weight_sync.store import VersionStore
 
-TOKEN = "a token of enough length"
 BF16, NVFP4, FP8 = WeightFormat.BF16, WeightFormat.NVFP4, WeightFormat.FP8_BLOCK
 
 
@@ -32,42 +27,6 @@ BF16, NVFP4, FP8 = WeightFormat.BF16, WeightFormat.NVFP4, WeightFormat.FP8_BLOCK
 def contents(tmp_path_factory) -> dict[int, Path]:
     root = tmp_path_factory.mktemp("contents")
     return {seed: tiny_moe.write(root / str(seed), seed=seed) for seed in (1, 2)}
-
-
-@contextlib.asynccontextmanager
-async def running(
-    root: Path, *, address: str = "127.0.0.1:0", **settings: Any
-) -> AsyncIterator[tuple[str, VersionStore]]:
-    store = VersionStore(root)
-    try:
-        config = WeightsConfig(**settings)
-        async with serving(store, config, address=address, credentials=TOKEN) as (_, port):
-            yield f"127.0.0.1:{port}", store
-    finally:
-        store.close()
-
-
-async def put(address: str, directory: Path, version: int, **kwargs: Any) -> None:
-    await asyncio.to_thread(publish, address, TOKEN, directory, version, **kwargs)
-
-
-@contextlib.asynccontextmanager
-async def receiving(
-    address: str, directory: Path, format: WeightFormat = BF16, **kwargs: Any
-) -> AsyncIterator[WeightClient]:
-    client = WeightClient(address, TOKEN, format, directory, **kwargs)
-    try:
-        yield client
-    finally:
-        await client.close()
-
-
-async def next_manifest(client: WeightClient, after: int = 0) -> Manifest:
-    manifests = client.watch(after)
-    try:
-        return await asyncio.wait_for(anext(manifests), 20)
-    finally:
-        await manifests.aclose()
 
 
 @pytest.mark.parametrize("format", list(WeightFormat))
@@ -277,7 +236,10 @@ CONFIG = ("config.json", b"{}")
         ([header(1, CONFIG, CONFIG), data(b"{}{}")], BadInputError, "plain file names"),
         ([header(1, CONFIG), data(b"{")], RetryError, "ended 1 bytes before config.json"),
         ([header(1, CONFIG), data(b"{}}")], BadInputError, "found more"),
-        ([header(1, CONFIG), data(b"[]")], BadInputError, "expected tensors, found none"),
+        ([header(1, CONFIG), data(b"{}")], BadInputError, "expected tensors, found none"),
+        ([header(1, CONFIG), data(b"[]")], RetryError, "config.json did not arrive"),
+        ([header(1, ("x.bin", b"1")), data(b"1")], BadInputError, "plain file names"),
+        ([header(1, ("x" * 300 + ".json", b"1")), data(b"1")], BadInputError, "plain file names"),
         ([header(1, ("a.json", b"1")), data(b"1")], BadInputError, "config.json"),
     ],
 )

@@ -9,7 +9,13 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-CONFIG = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16"}
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "dtype": "bfloat16",
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+}
 
 
 def tensors(*, seed: int = 0, D: int = 64, F: int = 32, E: int = 4) -> dict[str, np.ndarray]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from contracts.errors import BadInputError
-from weight_sync.formats import kernels
+from weight_sync.formats import finite
 
 INFINITY = 0x7F80  # magnitudes from here on are infinite or not a number
 
@@ -36,12 +35,4 @@ def amax(bits: np.ndarray, name: str) -> np.float32:
     Raises:
         BadInputError: NaN or infinity, with the tensor named.
     """
-    largest = kernels.largest_magnitude(np.ascontiguousarray(bits).reshape(-1))
-    if largest >= INFINITY:
-        where = np.flatnonzero((bits & 0x7FFF).ravel() >= INFINITY)
-        raise BadInputError(
-            f"tensor {name}",
-            expected="finite weights",
-            found=f"{len(where)} NaN or infinite of {bits.size}, the first at {int(where[0])}",
-        )
-    return widen(np.array([largest], np.uint16))[0]
+    return widen(np.array([finite.largest_magnitude(bits, "BF16", name)], np.uint16))[0]

@@ -17,38 +17,43 @@ _BLOCK = 16  # elements of an NVFP4 block
 _CHUNK = 64  # NVFP4 blocks at a time
 _U8, _U16, _U32, _F32 = np.uint8, np.uint16, np.uint32, np.float32
 _MAGNITUDE = np.uint16(0x7FFF)
+_INFINITY = 0x7F80  # a BF16 magnitude
 
 # Division as IEEE 754 has it, without an exception; compiled code is kept beside this file.
 _compiled = functools.partial(njit, nogil=True, cache=True, error_model="numpy")()
 
 
 @_compiled
-def largest_magnitude(bits: np.ndarray) -> np.uint16:
-    """Of BF16 bits, uint16 [M]: the largest but for the sign; 0 if there are none."""
-    largest = _U16(0)
+def largest_magnitude(bits: np.ndarray, mask: np.unsignedinteger) -> np.unsignedinteger:
+    """Of the bits of floats, [M] of any unsigned type: the largest under `mask`; 0 if none."""
+    unsigned = bits.dtype.type
+    largest = unsigned(0)
     for i in range(len(bits)):
-        largest = max(largest, _U16(bits[i] & _MAGNITUDE))
+        largest = max(largest, unsigned(bits[i] & mask))
     return largest
 
 
 @_compiled
 def thresholds(scale: np.ndarray, divides: bool, steps: np.ndarray) -> np.ndarray:
-    """uint16 [128, 8]: the smallest BF16 magnitude m with m / scale[c] >= steps[i], by bisection.
+    """uint16 [128, 8]: the smallest BF16 magnitude m with m / scale[c] >= steps[i].
 
     scale: float32 [128], of each scale code; with `divides` False it multiplies. A step that is
-    never reached stays at infinity.
+    never reached stays at infinity. By bisection: among the few magnitudes where it should be, or
+    among all if it is not there, as at the ends of the range.
     """
     found = np.empty((128, 8), np.uint16)
-    bits = np.zeros(1, np.uint32)
-    value = bits.view(np.float32)
     for code in range(128):
         for i in range(8):
-            low, high = 0, 0x7F80
+            step, by = _F32(steps[i]), _F32(scale[code])
+            near = _magnitude(step * by) if divides else _magnitude(step / by)
+            low, high = max(near - 1, 0), min(near + 2, _INFINITY)
+            is_below = low == 0 or not _reaches(low - 1, by, divides, step)
+            is_above = high == _INFINITY or _reaches(high, by, divides, step)
+            if not (is_below and is_above):
+                low, high = 0, _INFINITY
             while low < high:
                 middle = (low + high) >> 1
-                bits[0] = middle << 16
-                scaled = value[0] / scale[code] if divides else value[0] * scale[code]
-                if scaled >= steps[i]:
+                if _reaches(middle, by, divides, step):
                     high = middle
                 else:
                     low = middle + 1
@@ -56,22 +61,35 @@ def thresholds(scale: np.ndarray, divides: bool, steps: np.ndarray) -> np.ndarra
     return found
 
 
-# NVFP4 takes two kernels: of one that does both LLVM vectorizes neither.
+@njit(error_model="numpy")
+def _magnitude(value: np.float32) -> int:
+    """Of a float32 from 0 on, infinity and NaN included: the BF16 magnitude below."""
+    return min(np.int64(_F32(value).view(np.uint32) >> _U32(16)), _INFINITY)
+
+
+@njit(error_model="numpy")
+def _reaches(magnitude: int, scale: np.float32, divides: bool, step: np.float32) -> bool:
+    value = _U32(magnitude << 16).view(np.float32)
+    if divides:
+        return _F32(value / scale) >= step
+    return _F32(value * scale) >= step
+
+
+# NVFP4 takes three kernels: of one that does all of it LLVM vectorizes nothing.
 
 
 @_compiled
-def scale_codes(bits: np.ndarray, code_of: np.ndarray, codes: np.ndarray) -> None:
-    """The scale code of each NVFP4 block.
+def block_magnitudes(bits: np.ndarray, magnitudes: np.ndarray) -> np.uint32:
+    """The largest magnitude of each NVFP4 block and of all of them.
 
-    bits: uint16 [16 B], BF16, at an address that 4 divides. code_of: uint8 [32768], of each block
-    amax. codes: uint8 [B], is written.
+    bits: uint16 [16 B], BF16, at an address that 4 divides. magnitudes: uint16 [B], is written.
     """
     words = bits.view(np.uint32)
     of_2 = np.empty(_CHUNK * 8, np.uint32)
     of_4 = np.empty(_CHUNK * 4, np.uint32)
     of_8 = np.empty(_CHUNK * 2, np.uint32)
-    for start in range(0, len(codes), _CHUNK):
-        num = min(_CHUNK, len(codes) - start)
+    for start in range(0, len(magnitudes), _CHUNK):
+        num = min(_CHUNK, len(magnitudes) - start)
         source = words[start * 8 : (start + num) * 8]
         for i in range(num * 8):
             word = source[i]
@@ -80,8 +98,20 @@ def scale_codes(bits: np.ndarray, code_of: np.ndarray, codes: np.ndarray) -> Non
             of_4[i] = max(of_2[2 * i], of_2[2 * i + 1])
         for i in range(num * 2):
             of_8[i] = max(of_4[2 * i], of_4[2 * i + 1])
+        target = magnitudes[start : start + num]
         for b in range(num):
-            codes[start + b] = code_of[max(of_8[2 * b], of_8[2 * b + 1])]
+            target[b] = max(of_8[2 * b], of_8[2 * b + 1])
+    largest = _U32(0)
+    for b in range(len(magnitudes)):
+        largest = max(largest, _U32(magnitudes[b]))
+    return largest
+
+
+@_compiled
+def look_up(index: np.ndarray, table: np.ndarray, found: np.ndarray) -> None:
+    """index: uint16 [M]. table: of 32768. found: [M], of the table's type, is written."""
+    for i in range(len(index)):
+        found[i] = table[index[i]]
 
 
 @_compiled
@@ -94,13 +124,14 @@ def encode_e2m1(
     compared with a block at once; the first is where a negative element starts to keep its sign,
     number i where it has index i. codes: uint8 [B]. packed: uint8 [8 B], is written.
     """
-    nibbles = np.empty(_CHUNK * 16, np.uint8)
-    pairs = nibbles.view(np.uint16)
+    nibbles = np.empty(_CHUNK * 16, np.uint16)  # as wide as what is compared
+    pairs = nibbles.view(np.uint32)
     for start in range(0, len(codes), _CHUNK):
         num = min(_CHUNK, len(codes) - start)
         source = bits[start * 16 : (start + num) * 16]
+        own = codes[start : start + num]
         for b in range(num):
-            t = lanes_128x128[codes[start + b]]
+            t = lanes_128x128[own[b]]
             for j in range(_BLOCK):
                 x = source[b * _BLOCK + j]
                 m = _U16(x & _MAGNITUDE)
@@ -108,11 +139,11 @@ def encode_e2m1(
                 index += _U16(m >= t[48 + j]) + _U16(m >= t[64 + j])
                 index += _U16(m >= t[80 + j]) + _U16(m >= t[96 + j]) + _U16(m >= t[112 + j])
                 sign = _U16(_U16(m >= t[j]) & _U16(x >> _U16(15)))
-                nibbles[b * _BLOCK + j] = _U8(index + _U16(sign << _U16(3)))
+                nibbles[b * _BLOCK + j] = _U16(index + _U16(sign << _U16(3)))
         target = packed[start * 8 : (start + num) * 8]
         for i in range(num * 8):
-            pair = pairs[i]  # low byte: even column, high byte: odd column
-            target[i] = _U8(pair | _U16(pair >> _U16(4)))
+            pair = pairs[i]  # low half: even column, high half: odd column
+            target[i] = _U8(pair | _U32(pair >> _U32(12)))
 
 
 @_compiled
@@ -161,11 +192,11 @@ def take_better(
 
     errors: float32 [2, B], the own ones and the other's. packed: uint8 [8 B]. codes: uint8 [B].
     """
-    for b in range(len(codes)):
-        if errors[1, b] < errors[0, b]:
-            codes[b] = other_codes[b]
-            for j in range(8 * b, 8 * b + 8):
-                packed[j] = other_packed[j]
+    blocks, others = packed.view(np.uint64), other_packed.view(np.uint64)
+    for b in range(len(codes)):  # without a branch, which would be taken at random
+        takes = errors[1, b] < errors[0, b]
+        codes[b] = other_codes[b] if takes else codes[b]
+        blocks[b] = others[b] if takes else blocks[b]
 
 
 @_compiled

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from contracts.errors import BadInputError
-from weight_sync.formats import bf16, fp8, kernels
+from weight_sync.formats import bf16, finite, fp8, kernels
 
 BLOCK = 16
 _CHUNK_BLOCKS = 8192  # worked on at a time, so that 4over6's second candidate stays in the cache
@@ -79,7 +79,7 @@ def _modelopt(amax: np.float32) -> _Arithmetic:
     def block_scale(block_amax: np.ndarray) -> np.ndarray:
         s = block_amax / (_F(6) * s2)
         s[s == 0] = 1
-        return fp8.to_e4m3(np.clip(s, _F(2.0**-9), fp8.MAX))
+        return fp8.to_e4m3(np.minimum(np.maximum(s, _F(2.0**-9)), fp8.MAX))
 
     return _Arithmetic(s2, block_scale, divisor=_SCALES * s2)
 
@@ -155,7 +155,7 @@ class Candidate(NamedTuple):
     def of(arithmetic: _Arithmetic, amax: np.float32) -> Candidate:
         num = int(amax.view(np.uint32) >> 16) + 1  # magnitudes up to the largest there is
         code_of = np.zeros(0x8000, np.uint8)
-        code_of[:num] = arithmetic.block_scale(bf16.MAGNITUDES[:num].copy())
+        code_of[:num] = arithmetic.block_scale(bf16.MAGNITUDES[:num])
         zero = _F(0) if arithmetic.keeps_negative_zero else np.finfo(np.float32).smallest_subnormal
         scale = arithmetic.factor if arithmetic.divisor is None else arithmetic.divisor
         assert scale is not None
@@ -163,9 +163,11 @@ class Candidate(NamedTuple):
         thresholds = kernels.thresholds(scale, arithmetic.divisor is not None, steps)
         return Candidate(code_of, thresholds, np.repeat(thresholds, BLOCK, axis=1))
 
-    def encode(self, bits: np.ndarray, packed: np.ndarray, codes: np.ndarray) -> None:
-        """Writes the nibbles and scale codes of BF16 bits, [16 B] uint16."""
-        kernels.scale_codes(bits, self.code_of, codes)
+    def encode(
+        self, bits: np.ndarray, magnitudes: np.ndarray, packed: np.ndarray, codes: np.ndarray
+    ) -> None:
+        """Writes the nibbles and scale codes of BF16 bits, uint16 [16 B], by their block amax."""
+        kernels.look_up(magnitudes, self.code_of, codes)
         kernels.encode_e2m1(bits, self.lanes, codes, packed)
 
 
@@ -188,16 +190,20 @@ def tables(amax: np.float32, recipe: Recipe) -> Tables:
         return Tables(candidates, global_scale, unit)
 
 
-def encode(
-    bits_NxK: np.ndarray, *, amax: np.float32, recipe: Recipe = Recipe.MODELOPT, name: str
-) -> NvFp4:
-    """BF16 bits (uint16, finite) to NVFP4.
+class Measured(NamedTuple):
+    """A matrix [N, K] as the encoder takes it, and what one pass over it found."""
 
-    `amax` is the largest magnitude (`bf16.amax`) of all tensors that share the global scale: an
-    expert's gate and up projections together.
+    bits: np.ndarray  # uint16 [N * K], BF16, at an address that 4 divides
+    shape: tuple[int, int]
+    magnitudes: np.ndarray  # uint16 [N * K / 16], of each block
+    amax: np.float32
+
+
+def measure(bits_NxK: np.ndarray, name: str) -> Measured:
+    """The block maxima of BF16 bits (uint16), and the largest of them.
 
     Raises:
-        BadInputError: K is not a multiple of 16, with the tensor named.
+        BadInputError: K is not a multiple of 16, NaN or infinity; with the tensor named.
     """
     N, K = bits_NxK.shape
     if K % BLOCK:
@@ -207,25 +213,48 @@ def encode(
     bits = np.ascontiguousarray(bits_NxK).reshape(-1)
     if bits.ctypes.data % 4:
         bits = bits.copy()
+    magnitudes = np.empty(bits.size // BLOCK, np.uint16)
+    largest = kernels.block_magnitudes(bits, magnitudes)
+    if largest >= bf16.INFINITY:
+        finite.check(bits, "BF16", name)  # says where
+    return Measured(bits, (N, K), magnitudes, bf16.MAGNITUDES[largest])
+
+
+def encode(
+    bits_NxK: np.ndarray, *, amax: np.float32, recipe: Recipe = Recipe.MODELOPT, name: str
+) -> NvFp4:
+    """BF16 bits (uint16) to NVFP4; `amax` as of `encode_measured`. Raises as `measure`."""
+    return encode_measured(measure(bits_NxK, name), amax=amax, recipe=recipe)
+
+
+def encode_measured(
+    measured: Measured, *, amax: np.float32, recipe: Recipe = Recipe.MODELOPT
+) -> NvFp4:
+    """What was measured to NVFP4.
+
+    `amax` is the largest magnitude of all tensors that share the global scale: an expert's gate and
+    up projections together.
+    """
+    bits, (N, K), magnitudes, _ = measured
     packed = np.empty(bits.size // 2, np.uint8)
     block_scale = np.empty(bits.size // BLOCK, np.uint8)
     (first, *second), global_scale, unit = tables(amax, recipe)
-    first.encode(bits, packed, block_scale)
+    first.encode(bits, magnitudes, packed, block_scale)
     if second:
-        _take_better(bits, packed, block_scale, second[0], unit)
+        _take_better(measured, packed, block_scale, second[0], unit)
     return NvFp4(packed.reshape(N, K // 2), block_scale.reshape(N, K // BLOCK), global_scale)
 
 
 def _take_better(
-    bits: np.ndarray, packed: np.ndarray, codes: np.ndarray, second: Candidate, unit: np.float32
+    measured: Measured, packed: np.ndarray, codes: np.ndarray, second: Candidate, unit: np.float32
 ) -> None:
     """Overwrites the blocks whose squared error is smaller under the second candidate."""
     for start in range(0, len(codes), _CHUNK_BLOCKS):
         num = min(_CHUNK_BLOCKS, len(codes) - start)
-        x = bits[start * BLOCK : (start + num) * BLOCK]
+        x = measured.bits[start * BLOCK : (start + num) * BLOCK]
         own = packed[start * 8 : (start + num) * 8], codes[start : start + num]
         other = np.empty(num * 8, np.uint8), np.empty(num, np.uint8)
-        second.encode(x, *other)
+        second.encode(x, measured.magnitudes[start : start + num], *other)
         errors = np.empty((2, num), np.float32)
         for (nibbles, scales), error in zip((own, other), errors, strict=True):
             kernels.squared_errors(x, nibbles, scales, VALUES, fp8.VALUES, unit, error)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from contracts.errors import BadInputError
 from sampler_fleet.episodes import prompts
 from sampler_fleet.episodes.chat import ChatFormat
-from sampler_fleet.episodes.tasks import generate_tasks
+from sampler_fleet.episodes.tasks.generate import generate_tasks
 from sampler_fleet.episodes.tokenizer import (
     CONTROL_TOKENS,
     MAX_VOCABULARY,

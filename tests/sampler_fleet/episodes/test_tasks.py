@@ -16,11 +16,10 @@ import pytest
 
 from contracts.errors import BadInputError
 from sampler_fleet.episodes.base import Task
-from sampler_fleet.episodes.tasks import generate_tasks
 from sampler_fleet.episodes.tasks.domains import DOMAINS
 from sampler_fleet.episodes.tasks.edit import Edit
 from sampler_fleet.episodes.tasks.evidence import MAX_RIVALS, find_faults
-from sampler_fleet.episodes.tasks.generate import SPLITS, generate_problems
+from sampler_fleet.episodes.tasks.generate import SPLITS, generate_problems, generate_tasks
 from sampler_fleet.episodes.tasks.grammar import NUM_DRAWN, drawn_templates
 from sampler_fleet.episodes.tasks.mutate import SYMPTOMS, find_changes
 from sampler_fleet.episodes.tasks.script import CONTEXT_LINES
@@ -214,7 +213,7 @@ class TestTasks:
     def test_same_on_every_machine(self):
         """Hash randomization changes nothing."""
         code = (
-            "from sampler_fleet.episodes.tasks import generate_tasks;"
+            "from sampler_fleet.episodes.tasks.generate import generate_tasks;"
             "print([t.task_id for t in generate_tasks('heldout', 20, 3)])"
         )
         outputs = {

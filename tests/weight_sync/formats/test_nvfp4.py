@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from contracts.errors import BadInputError
-from weight_sync.formats import bf16, fp8, nvfp4
+from weight_sync.formats import bf16, fp8, kernels, nvfp4
 from weight_sync.formats.nvfp4 import Recipe
 
 GOLDEN = np.load(Path(__file__).parents[2] / "data" / "formats" / "golden.npz")
@@ -141,6 +141,38 @@ def test_error_is_within_a_unit_of_the_block(recipe, bits):
         unit = fp8.VALUES[found.block_scale].reshape(-1, 1).astype(np.float64) * found.global_scale
     bound = np.maximum(unit, np.abs(x).max(axis=1, keepdims=True) - 6 * unit)
     assert (off <= bound * (1 + 1e-5) + 1e-44).all()
+
+
+@pytest.mark.parametrize("divides", [True, False])
+@pytest.mark.parametrize("largest", [1e-45, 1e-38, 0.07, 3e38])
+def test_thresholds_are_the_first_magnitudes_that_reach_a_step(divides, largest):
+    """Against all magnitudes, also where none of them does, or every one."""
+    steps = np.array([1e-45, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], F)
+    with np.errstate(all="ignore"):
+        scale = fp8.VALUES[:128] * (F(largest) / F(2688))
+        scale = scale if divides else np.minimum(F(1) / scale, np.finfo(F).max)
+        found = kernels.thresholds(scale, divides, steps)
+        for code, by in enumerate(scale):
+            scaled = bf16.MAGNITUDES / by if divides else bf16.MAGNITUDES * by
+            reached = scaled[:, None] >= steps
+            first = np.where(reached.any(0), reached.argmax(0), bf16.INFINITY)
+            np.testing.assert_array_equal(found[code], first, err_msg=f"code {code}")
+
+
+def test_what_was_measured_is_what_the_encoder_would_measure():
+    bits = GOLDEN["heavy/x"]
+    measured = nvfp4.measure(bits, "x")
+    assert measured.amax == bf16.amax(bits, "x")
+    of_blocks = (bits & 0x7FFF).reshape(-1, 16).max(1)
+    np.testing.assert_array_equal(measured.magnitudes, of_blocks)
+
+
+@pytest.mark.parametrize("value", [0x7F80, 0xFF80, 0x7FC0, 0xFFFF])
+def test_nan_and_infinity_are_refused_by_name(value):
+    bits = np.zeros((2, 32), np.uint16)
+    bits[1, 5] = value
+    with pytest.raises(BadInputError, match=r"tensor model\.w: .*1 NaN or infinite of 64.*at 37"):
+        nvfp4.encode(bits, amax=F(1), name="model.w")
 
 
 def test_four_over_six_is_never_worse_than_six():

@@ -1,0 +1,1 @@
+"""The leak scrub: a task's working tree without what gives its answer away, and the proof."""

@@ -1,0 +1,220 @@
+"""`python -m sampler_fleet tasks`: tasks generated, listed, shown and checked.
+
+Owns what a person sees of tasks. Imports are inside the commands: this module is loaded with every
+command of the package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from contracts.errors import BadInputError, exits_politely
+from sampler_fleet.episodes.scrub.command import scrub_command
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sampler_fleet.episodes.base import Task
+    from sampler_fleet.episodes.tasks.check import Finding
+
+app = typer.Typer(no_args_is_help=True, help="Coding tasks: made, listed, shown, checked, cleaned.")
+
+app.command("scrub")(scrub_command)
+
+Source = Annotated[
+    Path,
+    typer.Argument(help="File of rows, or directory of such files or of tasks (docs/tasks.md)."),
+]
+
+
+@app.command()
+@exits_politely
+def generate(
+    split: Annotated[str, typer.Option(help="train or heldout.")] = "train",
+    num: Annotated[int, typer.Option(help="How many.")] = 1,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Generated tasks, one JSON object per line."""
+    from sampler_fleet.episodes.tasks.generate import generate_tasks
+
+    for task in generate_tasks(split, num, seed):
+        json.dump(asdict(task), sys.stdout)
+        sys.stdout.write("\n")
+
+
+@app.command("list")
+@exits_politely
+def list_tasks(source: Source) -> None:
+    """A table of the tasks of a source."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from sampler_fleet.episodes.tasks.sources import read_tasks
+
+    tasks = read_tasks(source)
+    table = Table(title=f"tasks: {len(tasks)}", title_justify="left")
+    for column in ("task", "data set", "split", "language", "license", "runs in"):
+        table.add_column(column, overflow="fold")
+    for column in ("fail\nto pass", "pass\nto pass"):
+        table.add_column(column, justify="right")
+    for task in tasks:
+        texts = (task.task_id, task.dataset, task.split, task.language, task.license, _place(task))
+        numbers = (len(task.fail_to_pass), len(task.pass_to_pass))
+        table.add_row(*map(escape, texts), *map(str, numbers))
+    _console().print(table)
+
+
+@app.command()
+@exits_politely
+def show(source: Source, task_id: Annotated[str, typer.Argument(help="Its id.")]) -> None:
+    """One task of a source: what the policy reads, what grades it, what solves it."""
+    from sampler_fleet.episodes.tasks.sources import read_tasks
+
+    task = next((t for t in read_tasks(source) if t.task_id == task_id), None)
+    if task is None:
+        raise BadInputError(
+            "task", expected=f"an id that `tasks list {source}` shows", found=task_id
+        )
+    sys.stdout.write(_text(task))
+
+
+@app.command()
+@exits_politely
+def check(
+    source: Source,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the findings; NAME-checked if not given.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Tasks at a time.")] = 2,
+) -> int:
+    """Grades the empty patch (must fail) and the reference solution (must pass), three times each.
+
+    Writes usable.jsonl and checked.jsonl; run again, it goes on where it was. Status 0 if tasks are
+    usable and none is unusable, broken or failed; those that can't be run here don't count.
+    """
+    from sampler_fleet.episodes.tasks.check import Outcome
+    from sampler_fleet.episodes.tasks.sources import read_tasks
+
+    broken: list[BadInputError] = []
+    tasks = read_tasks(source, broken.append)
+    console = _console()
+    out = out or Path(f"{source.resolve().name}-checked")
+    findings = asyncio.run(_check(tasks, out, jobs, console))
+    outcomes = [finding.outcome for finding in findings]
+    _report(findings, broken, console)
+    console.print(
+        f"{', '.join(f'{outcomes.count(outcome)} {outcome}' for outcome in Outcome)}, "
+        f"{len(broken)} broken; wrote {out}",
+        highlight=False,
+        markup=False,
+    )
+    bad = broken or {Outcome.UNUSABLE, Outcome.FAILED}.intersection(outcomes)
+    return 1 if bad or Outcome.USABLE not in outcomes else 0
+
+
+async def _check(tasks: Sequence[Task], out: Path, jobs: int, console: Console) -> list[Finding]:
+    from rich.progress import Progress
+
+    from sampler_fleet.episodes.grading import Grader
+    from sampler_fleet.episodes.sandbox import SandboxPool
+    from sampler_fleet.episodes.tasks.check import check_tasks
+    from sampler_fleet.episodes.tasks.choose import why_not_here
+
+    pool = None if all(why_not_here(task) for task in tasks) else SandboxPool(jobs)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("checking", total=len(tasks))
+        try:
+            return await check_tasks(
+                tasks,
+                Grader(pool) if pool else None,
+                out,
+                num_jobs=jobs,
+                on_found=lambda finding: progress.advance(bar),
+            )
+        finally:
+            if pool:
+                await pool.close()
+
+
+def _report(findings: Sequence[Finding], broken: Sequence[BadInputError], console: Console) -> None:
+    """A table of what is not usable, and why."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from sampler_fleet.episodes.tasks.check import Outcome
+
+    table = Table(title="not usable", title_justify="left")
+    for column in ("task", "is", "because"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        if finding.outcome != Outcome.USABLE:
+            table.add_row(escape(finding.task_id), finding.outcome, escape(finding.reason))
+    for error in broken:
+        table.add_row("", "broken", escape(str(error)))
+    if table.row_count:
+        console.print(table)
+
+
+def _text(task: Task) -> str:
+    """A task for people, complete but for the contents of its tree."""
+    from sampler_fleet.episodes.grading import tree_bytes
+    from sampler_fleet.episodes.patch import Patch, diff
+
+    checkout = task.checkout
+    facts = {
+        "task": task.task_id,
+        "data set": task.dataset,
+        "split": task.split,
+        "language": task.language,
+        "license": task.license,
+        "runs in": _place(task),
+        "test seconds": task.test_seconds,
+    }
+    if checkout:
+        facts |= {
+            "directory": checkout.workdir,
+            "repository": checkout.repo,
+            "base commit": checkout.base_commit,
+            "setup": checkout.setup,
+            "tests": checkout.test_command,
+            "judged by": checkout.judge,
+            "test files": ", ".join(checkout.test_files),
+            "hidden": ", ".join(checkout.hidden_paths),
+        }
+        tests, fix = checkout.test_patch, checkout.fix_patch or checkout.fix_script
+    else:
+        facts |= {"tree": ", ".join(task.tree)}
+        tests = "\n".join(f"{path}:\n{text}" for path, text in task.hidden_tests.items())
+        solution = Patch(changed=tree_bytes(task.fix), deleted=task.fix_deletes)
+        fix = diff(tree_bytes(task.tree), solution)
+    parts = {
+        "issue": task.issue,
+        "fail to pass": "\n".join(task.fail_to_pass),
+        "pass to pass": "\n".join(task.pass_to_pass),
+        "hidden tests": tests,
+        "reference solution": fix,
+    }
+    lines = [f"{name}: {value}" for name, value in facts.items() if value]
+    lines += [f"\n--- {name}\n{text.rstrip()}" for name, text in parts.items() if text]
+    return "\n".join(lines).encode(errors="replace").decode() + "\n"
+
+
+def _place(task: Task) -> str:
+    if task.checkout is None:
+        return "a local sandbox"
+    return task.checkout.image or f"an image built in {task.checkout.build_dir}"
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=160)  # a file has no width

@@ -1,0 +1,1 @@
+git apply /solution/gold_patch.diff

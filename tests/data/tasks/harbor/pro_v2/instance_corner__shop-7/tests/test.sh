@@ -1,0 +1,2 @@
+#!/bin/bash
+bash /tests/run_script.sh && echo 1 > /logs/verifier/reward.txt

@@ -1,0 +1,2 @@
+def label(word):
+    return word.upper()

@@ -1,0 +1,1 @@
+# reads the log, writes output.json

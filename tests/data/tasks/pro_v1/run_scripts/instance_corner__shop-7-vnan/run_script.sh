@@ -1,0 +1,2 @@
+#!/bin/bash
+pytest -v ${1//,/ }
