@@ -31,12 +31,14 @@ class Role(enum.StrEnum):
     ALL = "all"
     SAMPLER = "sampler"
     TRAINER = "trainer"
+    AGENT = "agent"
+    HARNESS = "harness"
 
 
 def read_tokens(path: _Path) -> dict[str, Role]:
     """The bearer tokens in a file (none without one), never logged.
 
-    A line is a token of every right, or `sampler TOKEN` or `trainer TOKEN`.
+    A line is a token of every right, or begins with its role, as in `sampler TOKEN`.
 
     Raises:
         BadInputError: what no header can carry, a token below 16 characters, one that stands there
@@ -52,12 +54,13 @@ def read_tokens(path: _Path) -> dict[str, Role]:
     tokens: dict[str, Role] = {}
     for line in lines:
         role, _, token = line.strip().rpartition(" ")
-        known = role in (Role.SAMPLER, Role.TRAINER)
+        known = role in set(Role) - {Role.ALL}
         unreadable = not token.isprintable() or (role and not known)
         if unreadable or (not role and Role.ALL in tokens.values()):
             raise BadInputError(
                 rule,
-                expected="one line of ASCII text, or several that begin with sampler or trainer",
+                expected="one line of ASCII text, or several that begin with sampler, trainer, "
+                "agent or harness",
                 found="something else",
             )
         if len(token) < 16:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from contracts.credentials import Role
 
+# over HTTP: the OpenAI-compatible endpoint
+_CHAT = frozenset({"/v1/chat/completions", "/v1/models"})
 _WEIGHTS, _FLEET, _ROLLOUT = "/weights.v1.Weights/", "/fleet.v1.Fleet/", "/rollout.v1.Rollout/"
 
 CALLS: dict[Role, frozenset[str]] = {
@@ -23,9 +25,12 @@ CALLS: dict[Role, frozenset[str]] = {
             *(_WEIGHTS + call for call in ("Publish", "Status")),
         }
     ),
+    # runs beside the policy's own commands: must not be able to reward itself
+    Role.AGENT: _CHAT,
+    Role.HARNESS: _CHAT | {"/v1/groups", "/v1/sessions/{session_id}/finish"},
 }
 
 
 def may_call(role: Role, method: str) -> bool:
-    """Whether a token of that role passes for `/package.Service/Method`."""
+    """Whether a token of that role passes for `/package.Service/Method`, or a route of HTTP."""
     return role == Role.ALL or method in CALLS[role]

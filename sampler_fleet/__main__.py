@@ -68,6 +68,10 @@ def serve(  # noqa: PLR0913 (a command line)
     port_file: Annotated[Path | None, typer.Option(help="Gets the bound port.")] = None,
     web: Annotated[str, typer.Option(help="HOST:PORT of a live page; none if not given.")] = "",
     web_port_file: Annotated[Path | None, typer.Option(help="Gets the page's port.")] = None,
+    openai: Annotated[
+        str, typer.Option(help="HOST:PORT of the OpenAI-compatible endpoint; none if not given.")
+    ] = "",
+    openai_port_file: Annotated[Path | None, typer.Option(help="Gets the endpoint's port.")] = None,
     with_parent: DieWithParent = False,
 ) -> None:
     """The gateway: routes sessions to samplers, runs episodes, keeps their trajectories."""
@@ -89,6 +93,8 @@ def serve(  # noqa: PLR0913 (a command line)
             port_file=port_file,
             web=web,
             web_port_file=web_port_file,
+            openai=openai,
+            openai_port_file=openai_port_file,
         )
     )
 

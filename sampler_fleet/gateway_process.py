@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import secrets
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from contracts.credentials import Credentials
 from contracts.rpc import start_server
 from sampler_fleet.config import Settings, read_settings
 from sampler_fleet.episodes.agent import run_episode
+from sampler_fleet.episodes.chat import ChatFormat
 from sampler_fleet.episodes.grading import Grader
 from sampler_fleet.episodes.sandbox import SandboxPool
 from sampler_fleet.episodes.tasks.choose import choose_tasks
@@ -23,6 +25,9 @@ from sampler_fleet.fingerprint import identify_checkpoint
 from sampler_fleet.fleet import Fleet
 from sampler_fleet.gateway import FleetServicer, add_services
 from sampler_fleet.metering import Metering
+from sampler_fleet.openai.app import serving_openai
+from sampler_fleet.openai.groups import Groups, Limits
+from sampler_fleet.openai.session import Policy
 from sampler_fleet.process import run_until_stopped, write_port_file
 from sampler_fleet.producer import Producer
 from sampler_fleet.spool import Spool
@@ -44,9 +49,11 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
     port_file: Path | None,
     web: str,
     web_port_file: Path | None,
+    openai: str = "",
+    openai_port_file: Path | None = None,
 ) -> None:
     """Serves until SIGTERM. `weights` is the weight service as samplers reach it; `web` the
-    HOST:PORT of the live page, or nothing.
+    HOST:PORT of the live page, or nothing; `openai` that of the OpenAI-compatible endpoint.
 
     Raises:
         BadInputError: a bad run file, checkpoint or address.
@@ -61,7 +68,9 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
     sandboxes = SandboxPool(episodes.num_sandboxes or most, episodes.sandbox)
     examination_rooms = SandboxPool(episodes.num_graders, episodes.sandbox)
     spool = Spool(state_dir / "groups.sqlite")
-    producer = _producer(settings, checkpoint, fleet, sandboxes, examination_rooms, spool)
+    chat = episodes.agent.load_chat(checkpoint)
+    producer = _producer(settings, chat, fleet, sandboxes, examination_rooms, spool)
+    groups = _openai_groups(settings, chat, fleet, spool, producer)
     try:
         server, port = await start_server(
             listen,
@@ -73,14 +82,25 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
         try:
             write_port_file(port_file, port)
             log.info("listening on port %d; %d groups kept", port, spool.count())
-            async with serving_page(
-                web,
-                web_port_file,
-                status_now=FleetServicer(fleet, spool, producer).status_now,
-                drain=lambda sampler_id: fleet.drain(sampler_id, "asked to on the web page"),
-                credentials=credentials,
+            async with (
+                serving_page(
+                    web,
+                    web_port_file,
+                    status_now=FleetServicer(fleet, spool, producer).status_now,
+                    drain=lambda sampler_id: fleet.drain(sampler_id, "asked to on the web page"),
+                    credentials=credentials,
+                ),
+                serving_openai(
+                    openai,
+                    openai_port_file,
+                    groups,
+                    max_context_tokens=episodes.limits.max_context_tokens,
+                    credentials=credentials,
+                ),
             ):
-                work = asyncio.ensure_future(_first_failure(fleet.keep_leases(), producer.run()))
+                work = asyncio.ensure_future(
+                    _first_failure(fleet.keep_leases(), producer.run(), groups.run())
+                )
                 await run_until_stopped(work, work.cancel)
         finally:
             fleet.stop()
@@ -94,7 +114,7 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
 
 def _producer(
     settings: Settings,
-    checkpoint: Path,
+    chat: ChatFormat,
     fleet: Fleet,
     sandboxes: SandboxPool,
     examination_rooms: SandboxPool,
@@ -108,7 +128,7 @@ def _producer(
         run_episode=functools.partial(
             run_episode,
             generator=fleet,
-            chat=episodes.agent.load_chat(checkpoint),
+            chat=chat,
             agent=episodes.agent,
             counters=fleet.counters,
             sandboxes=sandboxes,
@@ -118,6 +138,31 @@ def _producer(
         open_session=fleet.session,
         spool=spool,
         seed=tasks.seed,
+    )
+
+
+def _openai_groups(
+    settings: Settings, chat: ChatFormat, fleet: Fleet, spool: Spool, producer: Producer
+) -> Groups:
+    episodes = settings.episodes
+    return Groups(
+        Policy(
+            generate=fleet.generate,
+            end_session=fleet.end_session,
+            chat=chat,
+            with_tool=episodes.agent.mode == "tool",
+            sampling=settings.sampling.params(),
+            limits=episodes.limits,
+        ),
+        spool,
+        Limits(
+            group_size=episodes.group_size,
+            idle_s=settings.fleet.session_idle_seconds,
+            is_behind=lambda: producer.backlog >= episodes.queue_groups,
+        ),
+        seed=settings.tasks.seed,
+        counters=fleet.counters,
+        new_id=lambda: secrets.token_hex(8),
     )
 
 

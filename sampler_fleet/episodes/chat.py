@@ -37,7 +37,6 @@ from sampler_fleet.episodes.template import (
     USER,
     Template,
     called,
-    common_length,
     message,
 )
 from sampler_fleet.fingerprint import fingerprint
@@ -269,7 +268,9 @@ class ChatFormat:
         """The ids, if they say what the template renders."""
         buffer, rendered = self._normal(self.decode(ids)), self._normal(rendered)
         if buffer != rendered:
-            at = common_length(buffer, rendered)
+            pairs = enumerate(zip(buffer, rendered, strict=False))
+            shorter = min(len(buffer), len(rendered))
+            at = next((index for index, (a, b) in pairs if a != b), shorter)
             raise BadInputError(
                 f"chat template, {turn} from its character {at}",
                 expected=f"what it renders, {rendered[at : at + _SHOWN]!r}",

@@ -89,14 +89,22 @@ class Template:
         return content.strip() if role in self._trimmed else content
 
     def reply(self, reply: Message) -> str:
-        """What follows the opening, stop token included, where a reply holds REPLY."""
+        """What follows the opening, stop token included, where a reply holds REPLY.
+
+        Where replies open with a thought it is an empty one.
+        """
+        empty = self._turn({**reply, "reasoning_content": _THOUGHT}).replace(_THOUGHT, "")
+        for turn in (self._turn(reply), empty):
+            if turn.startswith(self.opening):
+                before, _, after = turn.removeprefix(self.opening).partition(REPLY)
+                return f"{before}{REPLY}{after.partition(self._stop)[0]}{self._stop}"
+        raise _rewrites("replies that don't begin as they are opened")
+
+    def _turn(self, reply: Message) -> str:
         text = self.render([*self._start, reply], opens=False)
         if not text.startswith(self._head):
             raise _rewrites("a rendering that changes earlier turns")
-        turn = text.removeprefix(self._head)
-        opened = turn.rfind("\n", 0, common_length(turn, self.opening)) + 1
-        before, _, after = turn[opened:].partition(REPLY)
-        return f"{before}{REPLY}{after.partition(self._stop)[0]}{self._stop}"
+        return text.removeprefix(self._head)
 
     def suffix(self, reply: Message, answer: Message) -> str:
         """What the template adds between the stop token of a reply and the next reply.
@@ -153,12 +161,6 @@ class Template:
         if not all(after.startswith(before) for before, after in bare):
             raise _rewrites("a rendering that changes earlier turns")
         return not all(after.startswith(before) for before, after in pairs)
-
-
-def common_length(a: str, b: str) -> int:
-    """How many characters two texts begin with alike."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((index for index, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def message(role: str, content: str) -> Message:

@@ -382,10 +382,10 @@ async def test_lines_of_a_token_file_have_roles(tmp_path, caplog) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (f"samplr {FIRST}", "that begin with sampler or trainer"),
-        (f"all {FIRST}", "that begin with sampler or trainer"),
-        (f"{FIRST}\n{SECOND}", "that begin with sampler or trainer"),
-        (f"sampler\t{FIRST}", "that begin with sampler or trainer"),
+        (f"samplr {FIRST}", "that begin with sampler, trainer, agent or harness"),
+        (f"all {FIRST}", "that begin with sampler, trainer, agent or harness"),
+        (f"{FIRST}\n{SECOND}", "that begin with sampler, trainer, agent or harness"),
+        (f"sampler\t{FIRST}", "that begin with sampler, trainer, agent or harness"),
         (f"sampler {FIRST}\n\ntrainer {SECOND}", "at least 16 characters, found 0"),
         (f"sampler {FIRST}\ntrainer {FIRST}", "tokens that differ, found one twice"),
         ("sampler short", "at least 16 characters, found 5"),
@@ -405,6 +405,9 @@ def test_the_table_of_roles_names_calls_that_exist() -> None:
         for service in module.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     }
+    chat = {"/v1/chat/completions", "/v1/models"}
+    methods |= chat | {"/v1/groups", "/v1/sessions/{session_id}/finish"}
+    assert CALLS[Role.AGENT] == chat, "it may not reward itself"
     for role, calls in CALLS.items():
         assert calls < methods, role
     assert not any(may_call(role, "/fleet.v1.Fleet/DrainSampler") for role in CALLS)

@@ -264,11 +264,12 @@ class Harness:
     directory: Path
     config: FleetConfig
     run_episode: Callable[..., object] | None = None
+    vocab_size: int = VOCAB
     port: int = 0
     members: dict[str, Member] = field(default_factory=dict)
 
     async def start_gateway(self) -> None:
-        checkpoint = make_checkpoint(self.directory / "checkpoint")
+        checkpoint = make_checkpoint(self.directory / "checkpoint", vocab_size=self.vocab_size)
         self.fleet = Fleet(self.config, identify_checkpoint(checkpoint))
         self.spool = Spool(self.directory / "state" / "groups.sqlite")
         self.producer = Producer(
@@ -311,7 +312,11 @@ class Harness:
         """Starts one; `config` changes its checkpoint's config.json."""
         engine = engine or FakeEngine()
         weights = FakeWeights(
-            make_checkpoint(self.directory / f"weights-{sampler_id}", **config), version
+            make_checkpoint(
+                self.directory / f"weights-{sampler_id}",
+                **({"vocab_size": self.vocab_size} | config),
+            ),
+            version,
         )
         agent = SamplerAgent(
             sampler_id=sampler_id,
@@ -350,9 +355,9 @@ class Harness:
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    directory: Path, *, run_episode=None, **config: object
+    directory: Path, *, run_episode=None, vocab_size: int = VOCAB, **config: object
 ) -> AsyncIterator[Harness]:
-    harness = Harness(directory, make_fleet_config(**config), run_episode)
+    harness = Harness(directory, make_fleet_config(**config), run_episode, vocab_size)
     await harness.start_gateway()
     try:
         yield harness

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc.aio
 import psutil
 import pytest
 
 from contracts.pb import weights_pb2, weights_pb2_grpc
-from contracts.rpc import aio_channel
+from contracts.rpc import token_metadata
 from contracts.types import WeightFormat
 from tests.weight_sync import tiny_moe
 from weight_sync.client import WeightClient, publish, read_manifest, status
@@ -369,10 +370,13 @@ async def test_samplers_that_stall_do_not_fill_the_service_s_memory(service, lar
     process = psutil.Process(service.process.pid)
     before, num = process.memory_info().rss, 50
     request = weights_pb2.FetchRequest(version=1, format="bf16", file="model.safetensors")
+    metadata = token_metadata(TOKEN)
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(num):
-            channel = await stack.enter_async_context(aio_channel(address, TOKEN))
-            call = weights_pb2_grpc.WeightsStub(channel).Fetch(request)
+            # windows that never grow: those of a slow machine may come to hold the whole file
+            channel = grpc.aio.insecure_channel(address, [("grpc.http2.bdp_probe", 0)])
+            await stack.enter_async_context(channel)
+            call = weights_pb2_grpc.WeightsStub(channel).Fetch(request, metadata=metadata)
             stack.callback(call.cancel)
             await call.read()
         await asyncio.sleep(1.0)

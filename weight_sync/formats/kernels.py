@@ -62,13 +62,15 @@ def thresholds(scale: np.ndarray, divides: bool, steps: np.ndarray) -> np.ndarra
 
 
 @njit(error_model="numpy")
-def _magnitude(value: np.float32) -> int:
+def _magnitude(value: np.float32) -> np.int64:
     """Of a float32 from 0 on, infinity and NaN included: the BF16 magnitude below."""
-    return min(np.int64(_F32(value).view(np.uint32) >> _U32(16)), _INFINITY)
+    return np.int64(min(_F32(value).view(np.uint32) >> _U32(16), _INFINITY))
 
 
 @njit(error_model="numpy")
-def _reaches(magnitude: int, scale: np.float32, divides: bool, step: np.float32) -> bool:
+def _reaches(
+    magnitude: np.int64 | int, scale: np.float32, divides: bool, step: np.float32
+) -> np.bool_:
     value = _U32(magnitude << 16).view(np.float32)
     if divides:
         return _F32(value / scale) >= step

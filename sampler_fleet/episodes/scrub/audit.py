@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import tempfile
 from fnmatch import fnmatchcase
 
 from sampler_fleet.episodes.scrub.archives import Budget, Unreadable, expand, kind_of
@@ -34,6 +35,7 @@ from sampler_fleet.episodes.scrub.packages import (
 from sampler_fleet.episodes.scrub.policy import (
     CARRIERS,
     COMPILED,
+    ENVIRONMENT_CACHES,
     ENVIRONMENT_MARKS,
     ENVIRONMENTS,
     PATTERNS,
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 _BLOCK = 64 << 20  # a file is read in pieces of this size
 _OVERLAP = 64 << 10
 _WORD_IN_TEXT = 12  # shorter words are looked for in names only
-_STRONG = 3  # lines of the patch that a file of another package must hold to be taken for a copy
+_STRONG = 2  # lines of the patch that a file of another package must hold to be taken for a copy
 _NEWER_S = 1.0
 
 
@@ -64,6 +66,9 @@ class Audit:
         self.changes = parse_patch(target.patch)
         if not self.changes:
             raise Refused("the gold patch", "a unified diff", "no file in it")
+        for change in self.changes:
+            if change.path.startswith("/") or ".." in change.path.split("/"):
+                raise Refused("the gold patch", "paths below the tree", change.path)
         self.project = find_project(target.root, [c.path for c in self.changes])
         self.applied = [
             change.path
@@ -97,7 +102,8 @@ class Audit:
         found = [Leak("applied-fix", path) for path in self.applied]
         if self.repository is not None:
             found += self.repository.leaks()
-            found += self.repository.scan_objects(Scanner(self.gold.needles, ()), report.looked_at)
+            scanner = Scanner(self.gold.needles, ())
+            found += self.repository.scan(scanner, report.looked_at)
             if self.repository.git_dir != os.path.join(self.target.root, ".git"):
                 found.append(Leak("git-worktrees", ".git", "it is elsewhere"))
         if any(word in os.path.basename(self.target.root).lower() for word in self._words):
@@ -158,7 +164,7 @@ class Audit:
                 yield Leak("installed-copy", self.shown(path), why)
         for name in names:
             path = os.path.join(folder, name)
-            if path in copies or (folder == self.target.root and name in (".git", NEW, OLD)):
+            if path in copies or (folder == self.target.root and name == ".git"):
                 continue
             if root != self.target.root and _below(path, self.target.root):
                 continue
@@ -169,15 +175,14 @@ class Audit:
         relative = os.path.relpath(path, root)
         shown = self.shown(path)
         tracked = root == self.target.root and relative in self.tracked
-        holds_tracked = root == self.target.root and relative in self._folders
         name = os.path.basename(path)
-        if not tracked and not holds_tracked:
+        if not tracked and not self.holds_task(path):
             kind, why = self._by_name(relative, path, info, in_environment)
             if kind:
                 yield Leak(kind, shown, why)
                 return
         elif any(word in name.lower() for word in self._words):
-            yield Leak("telling-name", shown, "tracked")
+            yield Leak("telling-name", shown, "the task needs it")
         if stat.S_ISLNK(info.st_mode):
             self.report.looked_at["links"] += 1
             yield from self._link(path, shown)
@@ -194,6 +199,11 @@ class Audit:
                 self._nodes.setdefault((info.st_dev, info.st_ino), []).append(relative)
             yield from self._file(path, shown, tracked, in_environment)
 
+    def holds_task(self, path: str) -> bool:
+        """Whether a path is a directory of tracked files, or one that the tree is in."""
+        relative = os.path.relpath(path, self.target.root)
+        return relative in self._folders or _below(self.target.root, path)
+
     def _by_name(
         self, relative: str, path: str, info: os.stat_result, in_environment: bool
     ) -> tuple[str, str]:
@@ -204,6 +214,8 @@ class Audit:
         if is_distribution(self.project, name):
             return "distribution", ""
         if in_environment:
+            if any(_matches(relative, pattern) for pattern in ENVIRONMENT_CACHES):
+                return "tool-cache", ""
             return self._bytecode_of_touched(path)
         for kind, patterns in PATTERNS.items():
             if any(_matches(relative, pattern) for pattern in patterns):
@@ -251,7 +263,7 @@ class Audit:
             self.report.doubtful.append(Leak("gold-text", shown, f"tracked: {needles[0].text}"))
         elif needles:
             kind = "gold-changelog" if tracked and is_changelog(shown) else "gold-text"
-            yield from self._judge(kind, shown, needles, in_environment)
+            yield from self._judge(Leak(kind, shown, needles[0].text), needles, in_environment)
             return
         kind = kind_of(first)
         if not tracked and kind in ("bundle", "pack"):
@@ -273,12 +285,12 @@ class Audit:
                 self.report.looked_at["bytes"] += len(content)
                 needles = self.scanner.lines(content)
                 if needles:
-                    inner = f"{shown}!{name}"
-                    yield from self._judge("gold-archive", inner, needles, in_environment)
+                    leak = Leak("gold-archive", shown, needles[0].text, name)
+                    yield from self._judge(leak, needles, in_environment)
                     return
                 names = self.scanner.names(content) if _any_match(name, COMPILED) else []
                 if names and not in_environment:
-                    yield Leak("gold-archive", f"{shown}!{name}", f"names {names[0].decode()}")
+                    yield Leak("gold-archive", shown, f"names {names[0].decode()}", name)
                     return
         except Unreadable as error:
             leak = Leak("unread-archive", shown, str(error))
@@ -287,11 +299,8 @@ class Audit:
             else:
                 yield leak
 
-    def _judge(
-        self, kind: str, shown: str, needles: list[Needle], in_environment: bool
-    ) -> Iterator[Leak]:
+    def _judge(self, leak: Leak, needles: list[Needle], in_environment: bool) -> Iterator[Leak]:
         """Other packages may hold a line of the patch by chance, but not several."""
-        leak = Leak(kind, shown, needles[0].text)
         distinct = len({needle.canonical for needle in needles})
         if in_environment and distinct < min(_STRONG, len(self.gold.needles)):
             self.report.doubtful.append(leak)
@@ -331,14 +340,10 @@ class Audit:
 
 def unversioned_files(root: str) -> set[str]:
     """What would be tracked in a tree without a repository: all that isn't ignored."""
-    new = os.path.join(root, NEW)
-    probe = Repository(root, new)
-    Repository.recover(root)
-    try:
+    with tempfile.TemporaryDirectory() as place:
+        probe = Repository(root, place)
         probe.git("init", "-q", "--template=")
         found = probe.unignored()
-    finally:
-        Repository.recover(root)
     return {path for path in found if path.split("/")[0] not in (NEW, OLD)}
 
 

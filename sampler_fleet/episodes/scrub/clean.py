@@ -77,12 +77,13 @@ def _refuse(audit: Audit) -> None:
 
 def _mend(audit: Audit, leak: Leak) -> bool:
     """Does to a leak what the policy says; whether that changed anything."""
-    path = os.path.join(audit.target.root, leak.path.split("!")[0])
+    path = os.path.normpath(os.path.join(audit.target.root, leak.path))
     remedy = CLASSES[leak.kind].remedy
-    if leak.path == "." or not os.path.lexists(path):
+    if not os.path.lexists(path):
         return False
     if remedy == REMOVE:
-        if leak.detail == "tracked":  # a name can't be changed without changing the task
+        tracked = leak.kind == "telling-name" and leak.path in audit.tracked
+        if tracked or audit.holds_task(path):  # the task needs the name
             return False
         remove(path)
     elif remedy == EDIT:

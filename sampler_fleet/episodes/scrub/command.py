@@ -82,5 +82,7 @@ def describe(report: Report) -> str:
 
 
 def _line(label: str, leak: Leak) -> str:
-    text = f"{label} {leak.kind}: {leak.path}" + (f" ({leak.detail})" if leak.detail else "")
+    member = f"!{leak.member}" if leak.member else ""
+    detail = f" ({leak.detail})" if leak.detail else ""
+    text = f"{label} {leak.kind}: {leak.path}{member}{detail}"
     return text.encode("ascii", "backslashreplace").decode()

@@ -35,8 +35,9 @@ class Leak:
     """One way to the answer: a class of `policy.py`, where it is, and what was seen."""
 
     kind: str
-    path: str  # relative to the tree; absolute outside; `a.zip!b` inside an archive
+    path: str  # relative to the tree; absolute outside
     detail: str = ""
+    member: str = ""  # of an archive; `a.tar!b` in nested ones
 
 
 @dataclass

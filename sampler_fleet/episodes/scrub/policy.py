@@ -221,6 +221,7 @@ CHANGELOG_FOLDERS = ("changelog*", "changes", "news", "newsfragments", "releases
 CHANGELOG_ENDINGS = ("", ".md", ".rst", ".txt", ".adoc")
 COMPILED = ("*.pyc", "*.pyo", "*.class", "*.so", "*.o", "*.a", "*.wasm", "*.dll", "*.pyd", "*.map")
 ENVIRONMENTS = ("site-packages", "dist-packages", "node_modules", "python3.*")
+ENVIRONMENT_CACHES = ("node_modules/.cache", "node_modules/.vite")  # of the project's own builds
 ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 SYSTEM_ROOTS = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc", "/opt", "/dev", "/proc", "/sys"),

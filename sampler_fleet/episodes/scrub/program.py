@@ -26,9 +26,9 @@ def main() -> int:
             tuple(request["words"]),
         )
         if request["audit_only"]:
-            report = Audit(target).run(environment=environment, network=True)
+            report = Audit(target).run(environment=environment, network=request["network"])
         else:
-            report = scrub(target, environment=environment, network=True)
+            report = scrub(target, environment=environment, network=request["network"])
     except (Refused, OSError) as error:
         found = ("the container", "a tree that can be cleaned", str(error))
         if isinstance(error, Refused):

@@ -7,6 +7,7 @@ replacements off; it may be damaged. Runs inside containers too: standard librar
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -38,10 +39,11 @@ _SAFE = (
     *("-c", "core.attributesFile=/dev/null", "-c", "core.excludesFile=/dev/null"),
     *("-c", "core.ignoreCase=false", "-c", "gc.auto=0"),
 )
+_LOOSE = re.compile(r"[0-9a-f]{2}/([0-9a-f]{38}|[0-9a-f]{62})")
 _REF_KINDS = {"refs/notes/": "git-notes", "refs/stash": "git-stash", "refs/replace/": "git-replace"}
 
 
-class GitFailed(RuntimeError):
+class GitFailed(OSError):
     """Git can't do that here."""
 
 
@@ -103,7 +105,13 @@ class Repository:
                 paths.update(files_below(self.root, path))
             elif not is_folder(os.path.join(self.root, path)):
                 paths.add(path)
-        return {path for path in paths if os.path.lexists(os.path.join(self.root, path))}
+        return {path for path in paths if self._has(path)}
+
+    def _has(self, path: str) -> bool:
+        """Whether the tree itself has it: not somewhere that a link to a directory leads to."""
+        full = os.path.join(self.root, path)
+        folder = os.path.dirname(full)
+        return os.path.lexists(full) and os.path.realpath(folder) == folder
 
     def unignored(self) -> set[str]:
         """Paths that `git add` would take, where there is no repository to ask."""
@@ -156,8 +164,12 @@ class Repository:
             if ending not in (".pack", ".idx", ".rev", ".bitmap", ".mtimes") or not whole:
                 yield Leak("git-packs", f".git/objects/pack/{name}")
         for name in _listed(objects):
-            if len(name) != 2 and name not in ("info", "pack"):
-                yield Leak("git-other", f".git/objects/{name}")
+            if name in ("info", "pack"):
+                continue
+            inner = files_below(objects, name) if is_folder(os.path.join(objects, name)) else [name]
+            for path in inner:
+                if not _LOOSE.fullmatch(path):
+                    yield Leak("git-other", f".git/objects/{path}")
 
     def _settings(self) -> Iterator[Leak]:
         for name in self.git("config", "--local", "--list", "--name-only", "-z").split(b"\0")[:-1]:
@@ -170,7 +182,10 @@ class Repository:
             head = self.git("symbolic-ref", "-q", "HEAD").decode().strip()
         except GitFailed:
             head = ""
-        for line in self.git("for-each-ref", "--format=%(refname)").decode().split():
+        refs = set(self.git("for-each-ref", "--format=%(refname)").decode().split())
+        if is_folder(os.path.join(self.git_dir, "refs")):
+            refs.update(files_below(self.git_dir, "refs"))  # git says nothing of broken ones
+        for line in sorted(refs):
             if line != head:
                 kind = next((k for start, k in _REF_KINDS.items() if line.startswith(start)), "")
                 yield Leak(kind or "git-refs", f".git/{line}")
@@ -218,8 +233,15 @@ class Repository:
                 if size:
                     yield name.decode(), process.stdout.read(int(size[0]) + 1)[:-1]
 
-    def scan_objects(self, scanner: Scanner, looked_at: dict[str, int]) -> Iterator[Leak]:
-        """Objects that hold distinctive lines."""
+    def scan(self, scanner: Scanner, looked_at: dict[str, int]) -> Iterator[Leak]:
+        """Objects that hold distinctive lines, and the few files that aren't objects."""
+        for name in sorted(GIT_FRESH):
+            path = os.path.join(self.git_dir, name)
+            if os.path.isfile(path):
+                with open(path, "rb") as file:
+                    found = scanner.lines(file.read())
+                if found:
+                    yield Leak("gold-object", f".git/{name}", found[0].text)
         for name, data in self.objects():
             looked_at["objects"] += 1
             looked_at["bytes"] += len(data)

@@ -21,9 +21,12 @@ _MODULES = (
 _MAX_REPORT = 16 << 20
 
 
-def script(target: Target, *, audit_only: bool = False) -> str:
-    """The program with its request in it. `target` has paths as they are inside."""
-    request = json.dumps({**vars(target), "audit_only": audit_only})
+def script(target: Target, *, audit_only: bool = False, network: bool = True) -> str:
+    """The program with its request in it. `target` has paths as they are inside.
+
+    `network`: it must not be reachable, so public addresses are tried.
+    """
+    request = json.dumps({**vars(target), "audit_only": audit_only, "network": network})
     program = standalone(*(f"scrub.{name}" for name in _MODULES))
     return f"import sys\nsys.argv[1:] = [{request!r}]\n{program}"
 

@@ -51,7 +51,7 @@ def build_tokenizer() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = [template("qwen3"), template("qwen3.6"), "ls.\n\nThe end.)\n"]
+    texts = [template("qwen3"), template("qwen3.6"), "ls.\n)\n" * 100]
     tokenizer.train_from_iterator(texts * 20, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])

@@ -94,8 +94,10 @@ class TestChoice:
         """The demo's way of encoding contents apart, asked of another checkpoint."""
         chat = ChatFormat.load(checkpoints["qwen3"], name="demo")
         assert chat.name == "demo"
-        asked = tokenizer.encode("x.", add_special_tokens=False).ids
-        assert any((window == asked).all() for window in windows(chat.observe("x."), len(asked)))
+        assert contains(chat.observe("x."), tokenizer.encode("x.").ids)
+        assert not contains(
+            ChatFormat.load(checkpoints["qwen3"]).observe("x."), tokenizer.encode("x.").ids
+        )
 
     @pytest.mark.parametrize(("name", "asked"), [("qwen3", "qwen3.5"), ("qwen3.6", "qwen3")])
     def test_a_setting_that_does_not_fit_is_refused(self, checkpoints, name, asked):
@@ -103,16 +105,16 @@ class TestChoice:
             ChatFormat.load(checkpoints[name], name=asked)
 
 
-def windows(ids: np.ndarray, size: int) -> np.ndarray:
-    return np.lib.stride_tricks.sliding_window_view(ids, size)
+def contains(ids: np.ndarray, part: list[int]) -> bool:
+    windows = np.lib.stride_tricks.sliding_window_view(ids, len(part))
+    return bool((windows == part).all(1).any())
 
 
 def test_the_demo_encodes_contents_apart(tokenizer_files):
     """Its checkpoint was trained on such tokens: a line number stays one that starts a text."""
     plain = Tokenizer.from_file(str(tokenizer_files / "tokenizer.json"))
-    content = plain.encode("     1\tx\n").ids
     observed = ChatFormat.load(tokenizer_files).observe("     1\tx\n")
-    assert any((window == content).all() for window in windows(observed, len(content)))
+    assert contains(observed, plain.encode("     1\tx\n").ids)
 
 
 class TestAgainstTransformers:
@@ -269,8 +271,10 @@ class TestTemplatesThatRewrite:
             ("{{- '\\n</tools>", "{{- messages | length ~ '\\n</tools>"),
             # replies cut off
             ("{{- content -}}", "{{- content[:0] -}}"),
+            # answers in turn
+            ("'\\n<tool_response>\\n'", "'\\n<tool_response>\\n' ~ loop.index"),
         ],
-        ids=["calls", "answers", "prompt", "replies"],
+        ids=["calls", "answers", "prompt", "replies", "numbers"],
     )  # fmt: skip
     def test_any_other_rewriting_is_refused(self, tmp_path, old, new):
         original = qwen.template("qwen3")
@@ -300,6 +304,22 @@ class TestTemplatesThatRewrite:
         assert str(raised.value).endswith("in the token buffer")
         with pytest.raises(BadInputError, match="chat template, the prompt"):
             chat.start("s", "a\r\nb")
+
+    @pytest.mark.parametrize("mode", ["tool", "text"])
+    def test_replies_without_a_thought_close_the_one_they_are_opened_with(self, tmp_path, mode):
+        """Templates that leave out empty thoughts; and one where replies can't be written."""
+        shown = "{{- '<think>\\n' ~ (thought | trim) ~ '\\n</think>\\n\\n' -}}"
+        original = qwen.template("qwen3.6")
+        assert shown in original
+        chat = self.load(
+            tmp_path,
+            original.replace(shown, f"{{%- if thought -%}}{shown}{{%- endif -%}}"),
+            mode=mode,
+        )
+        assert chat.decode(chat.reply("ls")).startswith("\n</think>\n\n")
+        assert chat.parse(chat.reply("ls")).command == "ls"
+        with pytest.raises(BadInputError, match="begin as they are opened"):
+            self.load(tmp_path, original.replace(shown, ""), mode=mode)
 
     def test_a_refusal_of_the_template_is_a_sentence(self, chats):
         with pytest.raises(BadInputError, match="No user query found"):

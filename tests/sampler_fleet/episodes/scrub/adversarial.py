@@ -17,6 +17,7 @@ import tarfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sampler_fleet.episodes.scrub.findings import Target
 
@@ -152,7 +153,7 @@ def zipped(**members: bytes) -> bytes:
     return file.getvalue()
 
 
-def tarred(mode: str, **members: bytes) -> bytes:
+def tarred(mode: Literal["w", "w:gz", "w:xz"], **members: bytes) -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode=mode) as archive:
         for name, data in members.items():
@@ -247,6 +248,11 @@ def _plant_git(root: Path, around: Path) -> list[tuple[str, str]]:
     write(dot / "FETCH_HEAD", f"{fix}\t\tbranch 'fix-4711' of example.org\n")
     write(dot / "BISECT_LOG", f"# good: {fix}\n")
     write(dot / "mystery", FIXED)
+    write(dot / "objects/pack/tmp_pack_1", FIXED)
+    write(dot / "objects/ab/kept", FIXED)
+    write(dot / "refs/heads/not a ref", FIXED)
+    with (dot / "config").open("a") as file:
+        file.write(f"# {FIXED.splitlines()[-1]}\n")
     return [
         ("git-history", ".git"),
         ("git-refs", ".git/refs/heads/fix-4711"),
@@ -268,6 +274,10 @@ def _plant_git(root: Path, around: Path) -> list[tuple[str, str]]:
         ("git-index", "gauge/reading.py"),
         ("git-objects", ".git"),
         ("git-packs", f".git/objects/pack/pack-{packed}.keep"),
+        ("git-packs", ".git/objects/pack/tmp_pack_1"),
+        ("git-other", ".git/objects/ab/kept"),
+        ("git-refs", ".git/refs/heads/not a ref"),
+        ("gold-object", ".git/config"),
         ("git-rerere", ".git/rr-cache"),
         ("git-lfs", ".git/lfs"),
         ("git-shallow", ".git/info/grafts"),
@@ -314,6 +324,7 @@ def _plant_names(root: Path) -> list[tuple[str, str]]:
     write(root / "junit.xml", "<x/>")
     write(root / "report.txt", '<?xml version="1.0"?><testsuites><testsuite name="drift"/>')
     write(root / ".coverage", "SQLite")
+    write(root / "node_modules/.cache/babel/1.json", "{}")
     write(root / "gauge/_fast.so", b"\x7fELF\0calibrate_offset\0")
     return [
         *((kind, shown.get(kind, path)) for kind, (path, _) in files.items()),
@@ -322,6 +333,7 @@ def _plant_names(root: Path) -> list[tuple[str, str]]:
         ("test-report", "report.txt"),
         ("test-report", ".coverage"),
         ("build-output", "gauge/_fast.so"),
+        ("tool-cache", "node_modules/.cache"),
     ]
 
 
@@ -366,24 +378,22 @@ def _plant_contents(root: Path, elsewhere: Path) -> list[tuple[str, str]]:
         "notes/utf16.txt": FIXED.encode("utf-16"),
         "notes/snippets.db": database.read_bytes(),
     }
-    archives: dict[str, tuple[str, bytes]] = {
-        "notes/a.bin": ("reading", zipped(reading=fixed)),
-        "notes/b.bin": ("bz2", bz2.compress(fixed)),
-        "notes/c.bin": ("xz", lzma.compress(fixed)),
-        "notes/d.bin": ("gz", tarred("w:gz", reading=fixed)),
-        "notes/e.bin": ("code!inner!gz", deep),
-        "notes/f.bin": ("object", lost.read_bytes()),
-        "notes/g.bin": ("p!object-0", zipped(p=(root / "lost.bin").read_bytes())),
+    archives = {
+        "notes/a.bin": zipped(reading=fixed),
+        "notes/b.bin": bz2.compress(fixed),
+        "notes/c.bin": lzma.compress(fixed),
+        "notes/d.bin": tarred("w:gz", reading=fixed),
+        "notes/e.bin": deep,
+        "notes/f.bin": lost.read_bytes(),
+        "notes/g.bin": zipped(p=(root / "lost.bin").read_bytes()),
     }
-    for path, data in texts.items():
-        write(root / path, data)
-    for path, (_, data) in archives.items():
+    for path, data in {**texts, **archives}.items():
         write(root / path, data)
     write(root / "notes/broken.bin", zipped(a=b"1" * 1000)[:60])
     database.unlink()
     return [
         *(("gold-text", path) for path in texts),
-        *(("gold-archive", f"{path}!{inner}") for path, (inner, _) in archives.items()),
+        *(("gold-archive", path) for path in archives),
         ("unread-archive", "notes/broken.bin"),
     ]
 
