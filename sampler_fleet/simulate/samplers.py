@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from contracts.types import Purpose, SamplerInfo
-from sampler_fleet.cost import CostMeter
-from sampler_fleet.registry import Registry, Sampler
+from sampler_fleet.cost import CostMeter, Price
+from sampler_fleet.registry import Registry
 from sampler_fleet.router import Route, Router
 from sampler_fleet.simulate.machine import Machine, Session
 from sampler_fleet.simulate.scenario import Scenario
@@ -25,28 +25,6 @@ from sampler_fleet.simulate.timeline import Timeline
 
 FINGERPRINT = "simulated"
 TRAINER = "trainer"  # the trainer's account beside the groups'
-
-
-class _Registry(Registry):
-    """The registry, which remembers `ready` until something changes: it is asked per session."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        super().__init__(
-            scenario.fleet.groups,
-            model_fingerprint=FINGERPRINT,
-            tokenizer_fingerprint=FINGERPRINT,
-            lease_seconds=math.inf,
-        )
-        self._ready: dict[str, list[Sampler]] = {}
-
-    def ready(self, group: str) -> list[Sampler]:
-        if group not in self._ready:
-            self._ready[group] = super().ready(group)
-        return self._ready[group]
-
-    def _put(self, sampler: Sampler) -> Sampler:
-        self._ready.pop(sampler.info.group, None)
-        return super()._put(sampler)
 
 
 class _Level:
@@ -106,11 +84,16 @@ class Samplers:
         self._on_end, self._on_lost, self._on_room = on_end, on_lost, on_room
         fleet = scenario.fleet
         self._groups = {group.name: group for group in fleet.groups}
-        self.registry = _Registry(scenario)
+        self.registry = Registry(
+            fleet.groups,
+            model_fingerprint=FINGERPRINT,
+            tokenizer_fingerprint=FINGERPRINT,
+            lease_seconds=math.inf,
+        )
         self.router = Router({Purpose.TRAIN: fleet.shares(Purpose.TRAIN)})
-        prices = {group.name: fleet.prices_of(group) for group in fleet.groups}
-        trainer_prices = fleet.prices.get(scenario.trainer.accelerator, ())
-        self.meter = CostMeter(prices | {TRAINER: trainer_prices})
+        prices: dict[str, Sequence[Price]] = {g.name: fleet.prices_of(g) for g in fleet.groups}
+        prices[TRAINER] = fleet.prices.get(scenario.trainer.accelerator, ())
+        self.meter = CostMeter(prices)
         for group in self._groups:
             self.meter.hold(group, 0, scenario.start_utc)
         self.meter.hold(TRAINER, scenario.trainer.num_accelerators, scenario.start_utc)

@@ -18,6 +18,7 @@ import typer
 
 from contracts.errors import BadInputError, exits_politely
 from sampler_fleet.episodes.scrub.command import scrub_command
+from sampler_fleet.episodes.tasks.make.command import make_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Coding tasks: made, listed, shown, checked, cleaned.")
 
+app.command("make")(make_command)
 app.command("scrub")(scrub_command)
 
 Source = Annotated[

@@ -36,6 +36,7 @@ def contents(data: bytes, budget: int = 1 << 20) -> list[bytes]:
             b"!<arch>\n" + b"data.tar/       0           0     0     644     520       `\n" + TEXT,
         ),
     ],
+    ids=["zip", "tar", "gz", "two gz", "bz2", "xz and more", "nested", "ar"],
 )
 def test_members_come_out(kind: str, data: bytes):
     assert kind_of(data) == kind

@@ -28,7 +28,7 @@ def texts(patch: str, *base: str) -> list[str]:
     return [needle.text for needle in distinctive(patch, [one.encode() for one in base]).needles]
 
 
-LINE = 'total = sum(entry.weight for entry in basket) + "é\\t"'
+LINE = 'total = sum(entry.weight for entry in basket) + "é\\t" + tail'
 
 
 @pytest.mark.parametrize(
