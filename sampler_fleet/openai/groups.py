@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from contracts.errors import check_name
 from contracts.types import Ending, Trajectory
-from sampler_fleet.openai.refusal import Refusal
+from sampler_fleet.openai.refusal import Refusal, ended
 from sampler_fleet.openai.request import Outcome
 from sampler_fleet.openai.session import Policy, Session
 from sampler_fleet.producer import episode_seed
@@ -109,7 +109,7 @@ class Groups:
         """An open session. Raises Refusal."""
         group = self._group_of(session_id)
         if session_id not in group.sessions:
-            raise Refusal(409, "session_ended", "The session has ended.")
+            raise ended()
         return group.sessions[session_id]
 
     async def finish(self, session_id: str, outcome: Outcome) -> Group:

@@ -14,6 +14,7 @@ import numpy as np
 from sampler_fleet.episodes.chat import ChatFormat
 
 _CUT = "\ufffd"  # what the bytes of half a character are shown as
+_CHARACTER_BYTES = 4  # at most, and so its tokens
 _OPENING_TOKENS = 8  # at most, of a template's <think> and what stands around it
 
 Field = Literal["reasoning_content", "content"]
@@ -67,10 +68,17 @@ class ReplyReader:
         return self._tell(whole=True)
 
     def _tell(self, *, whole: bool) -> list[Delta]:
-        text = self._chat.decode(self._held)
-        if not text or (text.endswith(_CUT) and not whole):
+        """What is held, unless it may be the first bytes of a character of which more come."""
+        for num_kept in range(_CHARACTER_BYTES):
+            told = len(self._held) - num_kept
+            text = self._chat.decode(self._held[:told]) if told > 0 else ""
+            if whole or not text.endswith(_CUT):
+                break
+        else:  # bytes that are no character
+            told, text = len(self._held), self._chat.decode(self._held)
+        del self._held[: max(told, 0)]
+        if not text:
             return []
-        self._held.clear()
         self.text[self._field] += text
         return [Delta(self._field, text)]
 

@@ -12,7 +12,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -122,13 +122,19 @@ class Session:
             self._check_open()
             self.is_running, self.last_active = True, self._clock()
             try:
-                num_kept, messages = self._align(ask.messages)
+                num_kept, at = self._align(ask.messages)
+                messages = ask.messages[at:]
                 if num_kept < len(self._turns) and not branch:
-                    if num_kept == len(self._turns) - 1 and self._turns[-1].messages == messages:
+                    turn = self._turns[num_kept]
+                    if turn is self._turns[-1] and turn.messages == messages:
                         self._counters["openai_repeats"] += 1
-                        return await _tell_again(self._turns[-1], tell)
-                    raise self._conflict(ask.messages, len(ask.messages) - len(messages))
+                        return await _tell_again(turn, tell)
+                    pairs = zip(messages, turn.messages, strict=False)
+                    same = next((n for n, (new, known) in enumerate(pairs) if new != known), 0)
+                    raise _conflict(ask.messages, at + same)
+                _check_no_reply(ask.messages, at)
                 kept = self._turns[:num_kept]
+                # tokenizing what a tool said takes a while, and lets other sessions go on
                 given = await asyncio.to_thread(self._render, kept, messages)
                 self._check_open()
                 turn = await self._draw(kept, messages, given, ask.max_tokens, tell)
@@ -137,6 +143,8 @@ class Session:
                 return turn
             finally:
                 self.is_running, self.last_active = False, self._clock()
+                if self._has_ended:  # in the meantime: a failover may have found a place anew
+                    await self._policy.end_session(self.session_id)
 
     def end(self) -> None:
         """Refuses what comes, and what runs at its next token."""
@@ -171,40 +179,26 @@ class Session:
         if self._has_ended:
             raise ended()
 
-    def _align(self, messages: tuple[Message, ...]) -> tuple[int, tuple[Message, ...]]:
-        """How many turns the messages repeat, and the messages after those.
+    def _align(self, messages: tuple[Message, ...]) -> tuple[int, int]:
+        """How many turns the messages repeat, and the index of the first after those.
 
         A reply without a call may be missing: agents drop replies that they can't use. It stays in
-        the buffer. Raises Refusal for a reply that is none of this session's.
+        the buffer. Raises Refusal for a reply that is none of this session's, and where a reply
+        comes last.
         """
         at = 0
         for num_kept, turn in enumerate(self._turns):
             after = at + len(turn.messages)
             if messages[at:after] != turn.messages or after == len(messages):
-                return num_kept, self._without_replies(messages, at)
+                return num_kept, at
             at = after
             if messages[at] == turn.reply:
                 at += 1
             elif turn.reply.calls or messages[at].role == "assistant":
-                raise self._conflict(messages, at)
-        return len(self._turns), self._without_replies(messages, at)
-
-    def _without_replies(self, messages: tuple[Message, ...], at: int) -> tuple[Message, ...]:
-        if at == len(messages):
-            raise _unfit("The last message is the tool's or the user's", ["a reply"])
-        for index in range(at, len(messages)):
-            if messages[index].role == "assistant":
-                raise self._conflict(messages, index)
-        return messages[at:]
-
-    def _conflict(self, messages: Sequence[Message], at: int) -> Refusal:
-        role = messages[at].role
-        sentence = f"The messages don't continue this session from messages[{at}] ({role}) on. "
-        if role == "assistant":
-            sentence += "Replies have to come back as they were given, content and tool_calls."
-        else:
-            sentence += f"To go back to that point, send the header {BRANCH_HEADER}: new."
-        return Refusal(409, "session_conflict", sentence, param=f"messages.{at}")
+                raise _conflict(messages, at)
+            if at == len(messages):
+                raise _unfit("The last message is the tool's or the user's", ["a reply"])
+        return len(self._turns), at
 
     def _render(self, kept: list[Turn], messages: tuple[Message, ...]) -> np.ndarray:
         """What the messages append to the buffer, a missing stop token included."""
@@ -329,3 +323,19 @@ def _sampled(chunks: list[GeneratedChunk]) -> list[np.ndarray]:
 def _unfit(rule: str, found: list[str]) -> Refusal:
     sentence = f"{rule}; found {', '.join(found) or 'none'}."
     return Refusal(400, "unsupported_messages", sentence, param="messages")
+
+
+def _check_no_reply(messages: tuple[Message, ...], start: int) -> None:
+    for index in range(start, len(messages)):
+        if messages[index].role == "assistant":
+            raise _conflict(messages, index)
+
+
+def _conflict(messages: tuple[Message, ...], at: int) -> Refusal:
+    role = messages[at].role
+    sentence = f"The messages don't continue this session from messages[{at}] ({role}) on. "
+    if role == "assistant":
+        sentence += "Replies have to come back as they were given, content and tool_calls."
+    else:
+        sentence += f"To go back to that point, send the header {BRANCH_HEADER}: new."
+    return Refusal(409, "session_conflict", sentence, param=f"messages.{at}")

@@ -34,13 +34,14 @@ from sampler_fleet.episodes.chat import ChatFormat
 from sampler_fleet.openai.app import openai_app
 from sampler_fleet.openai.groups import Groups, Limits
 from sampler_fleet.openai.session import Policy
+from sampler_fleet.spool import Spool
 from sampler_fleet.web.server import serving
 from tests.sampler_fleet.fakes import FakeEngine, Harness, completion, running_gateway
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo-checkpoint"
 TOKEN, AGENT, HARNESS = "everything-everywhere", "only-for-the-agent", "only-for-the-harness"
 SAMPLER, TRAINER = "only-for-samplers", "only-for-the-trainer"
-SAMPLING = SamplingParams(top_p=0.9, max_new_tokens=64)
+SAMPLING = SamplingParams(top_p=0.9, max_new_tokens=512)
 LIMITS = EpisodeLimits(max_context_tokens=2048)
 BASH = {
     "type": "function",
@@ -152,6 +153,7 @@ async def running_endpoint(
     max_sessions: int = 100,
     idle_s: float = 1000.0,
     group_s: float = 10_000.0,
+    spool: Spool | None = None,
     **config: object,
 ) -> AsyncIterator[Endpoint]:
     """The endpoint, its gateway and one sampler of `replies`."""
@@ -172,7 +174,7 @@ async def running_endpoint(
                 sampling=SAMPLING,
                 limits=limits,
             ),
-            gateway.spool,
+            spool or gateway.spool,
             Limits(
                 group_size=num_sessions,
                 idle_s=idle_s,
@@ -193,4 +195,5 @@ async def running_endpoint(
                 yield endpoint
             finally:
                 job.cancel()
-                await asyncio.gather(job, return_exceptions=True)
+                with contextlib.suppress(asyncio.CancelledError):
+                    await job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import ssl
@@ -19,6 +20,7 @@ from sampler_fleet.episodes.chat import ChatFormat
 from sampler_fleet.openai.app import openai_app, serving_openai
 from sampler_fleet.openai.refusal import Refusal
 from sampler_fleet.openai.request import read_ask
+from sampler_fleet.spool import Spool
 from sampler_fleet.web.server import serving
 from tests.contracts.certificates import make_certificates, tls
 from tests.sampler_fleet.openai.endpoint import (
@@ -383,3 +385,23 @@ async def test_bounds_of_what_is_open(tmp_path, chat, calls):
             await judged(endpoint, session_id, 1.0)
         answer = await endpoint.post("/v1/groups", {"task_id": "t"})
         assert answer.status == 429 and (await error_of(answer))["code"] == "trainer_behind"
+
+
+class FullSpool(Spool):
+    """A log whose disk is full."""
+
+    async def append(self, task_id, trajectories, prompt=None) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+
+async def test_a_full_disk_ends_the_gateway(tmp_path, chat, calls):
+    """As it does for the gateway's own episodes; nobody is told that the group is safe."""
+    spool = FullSpool(tmp_path / "full.sqlite")
+    with pytest.raises(OSError, match="no space left"):
+        async with running_endpoint(tmp_path, chat, calls, spool=spool) as endpoint:
+            _, (one, two) = await endpoint.open()
+            await judged(endpoint, one, 1.0)
+            await endpoint.reply(two, START)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(endpoint.finish(two, 1.0), 0.5)
+    spool.close()

@@ -37,19 +37,13 @@ def chat_of(directory: Path, name: str, mode: Mode) -> ChatFormat:
     return ChatFormat.load(files, mode=mode)
 
 
-def script(chat: ChatFormat, name: str, mode: Mode) -> list[np.ndarray]:
+def script(chat: ChatFormat, mode: Mode) -> list[np.ndarray]:
     """A reply without a call, which the agent drops, then the commands."""
-    if mode == "text":
-        texts = [f"Next:\n\n```mswea_bash_command\n{c}\n```" for c in (*COMMANDS, SUBMIT)]
-        replies = [chat.reply_text(text) for text in ("Let me see.", *texts)]
-    else:
-        calls = [chat.reply(command) for command in (*COMMANDS, SUBMIT)]
-        replies = [chat.reply_text("Let me see."), *calls]
-    if name != "qwen3.6":
-        return replies
-    closed = qwen.build_tokenizer().encode("Hm.\n</think>\n\n").ids  # the template opens a thought
-    bare = [chat.decode(reply).rpartition("</think>\n\n")[2] for reply in replies]
-    return [np.asarray(closed + qwen.build_tokenizer().encode(text).ids, np.int32) for text in bare]
+    first, commands = chat.reply_text("Let me see."), (*COMMANDS, SUBMIT)
+    if mode == "tool":
+        return [first, *map(chat.reply, commands)]
+    blocks = [f"Next:\n\n```mswea_bash_command\n{command}\n```" for command in commands]
+    return [first, *map(chat.reply_text, blocks)]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +51,7 @@ def script(chat: ChatFormat, name: str, mode: Mode) -> list[np.ndarray]:
 )
 async def test_it_makes_trajectories(tmp_path, name, mode):
     chat = chat_of(tmp_path, name, mode)
-    replies = script(chat, name, mode)
+    replies = script(chat, mode)
     limits = LIMITS.model_copy(update={"max_context_tokens": 100_000})
     kind = "litellm_textbased" if mode == "text" else "litellm"
 

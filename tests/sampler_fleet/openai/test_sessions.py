@@ -19,6 +19,7 @@ from sampler_fleet.episodes.base import ExecResult
 from sampler_fleet.episodes.chat import ChatFormat
 from sampler_fleet.episodes.grading import Grader
 from sampler_fleet.episodes.prompts import SUBMIT_COMMAND
+from sampler_fleet.openai.reader import ReplyReader
 from sampler_fleet.producer import episode_seed
 from tests.sampler_fleet.episodes import qwen
 from tests.sampler_fleet.fakes import make_task
@@ -208,7 +209,15 @@ async def test_a_conversation_that_was_changed_is_refused_or_branches(tmp_path, 
         more = [*messages, observed(messages[-1])]
         changed = [*messages[:3], observed(messages[2], "else")]
         unknown = [*messages[:4], {"role": "assistant", "content": "I did it."}, START[1]]
-        for wrong, at in ((forged + more[-1:], 2), (changed, 3), (unknown, 4), (START[:1], 0)):
+        for wrong, at in (
+            (forged + more[-1:], 2),
+            (changed, 3),
+            (unknown, 4),
+            (START[:1], 0),
+            (START, 0),
+            (more[1:], 0),
+            ([START[0], START[0], *more[2:]], 1),
+        ):
             answer = await endpoint.ask(one, wrong)
             error = (await answer.json())["error"]
             assert (answer.status, error["code"]) == (409, "session_conflict"), error
@@ -280,10 +289,11 @@ async def test_a_reply_that_is_cut_off_and_a_full_buffer(tmp_path, chat):
         assert endpoint.gateway.fleet.counters["openai_turns_abandoned"] == 0
 
 
-async def test_a_stream_says_what_the_object_says(tmp_path, chat):
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
+async def test_a_stream_says_what_the_object_says(tmp_path, chat, chunk_tokens):
     replies = [chat.reply_text("Grüße, 世界! 🙂 <tool_call> is a word"), chat.reply("echo '🙂'")]
     async with running_endpoint(tmp_path, chat, replies) as endpoint:
-        endpoint.engine.chunk_tokens = 1
+        endpoint.engine.chunk_tokens = chunk_tokens
         _, (one, two) = await endpoint.open()
         for session_id, messages in ((one, list(START)), (two, list(START))):
             for _ in range(2):
@@ -340,6 +350,16 @@ async def test_thoughts_are_told_apart(tmp_path, name):
         await endpoint.reply(two, [*START, message, observed(message)])
         first, _, second = (request.tokens for request in endpoint.engine.requests)
         assert second[len(first) :][: len(reply)].tolist() == reply.tolist()
+
+
+async def test_bytes_that_are_no_text_are_told_at_once(chat):
+    """A policy may write them without end; reading stays linear, and nothing is lost."""
+    half = next(t for t in range(600) if chat.decode([t]) == "\ufffd")
+    reader = ReplyReader(chat, chat.start("a", "b"), with_tool=True)
+    told = "".join(d.text for _ in range(50) for d in reader.feed(np.asarray([half], np.int32)))
+    assert len(told) >= 46
+    told += "".join(delta.text for delta in reader.finish(has_call=False))
+    assert told == "\ufffd" * 50 == reader.text["content"]
 
 
 async def test_without_a_tool_replies_are_text(tmp_path):

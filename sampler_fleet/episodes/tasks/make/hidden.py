@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 
-from sampler_fleet.episodes.tasks.make.package import Package, TestModule
+from sampler_fleet.episodes.tasks.make.package import Package, SideModule
 
 _KIT = "testkit.py"
 
@@ -61,7 +61,7 @@ def hidden_path(path: str) -> str:
     return path if path.startswith("tests/") else f"tests/{path}"
 
 
-def _needed(name: str, tests: Mapping[str, TestModule]) -> set[str]:
+def _needed(name: str, tests: Mapping[str, SideModule]) -> set[str]:
     """The module, the packages it is in, every conftest, and what these import, all told."""
     waiting = [name, *(other for other in tests if other.split(".")[-1] == "conftest")]
     found: set[str] = set()
@@ -81,7 +81,7 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _imported(name: str, module: TestModule) -> Iterator[str]:
+def _imported(name: str, module: SideModule) -> Iterator[str]:
     try:
         tree = ast.parse(module.source)
     except SyntaxError:  # for another Python: its tests will fail, and be left out

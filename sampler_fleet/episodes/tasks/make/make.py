@@ -32,7 +32,7 @@ from sampler_fleet.episodes.tasks.make.write import (
 
 NUM_RUNS = 3  # of every set of tests, each in a fresh sandbox
 _SECONDS = TEST_SECONDS / 2
-_HANG_S = 4.0  # of one file of tests, while those that hang are looked for
+_HANG_S = 3.0  # of one file of tests, while those that hang are looked for
 _MAX_HANGING = 3  # of a file; then the rest of it is left out
 
 
@@ -211,9 +211,7 @@ async def _try(
     tree = visible_tree(package, mutation, subject.tests)
     failing: list[str] = []
     for run in range(NUM_RUNS):
-        results = await run_graded(
-            sandboxes, tree, subject.hidden, subject.tests, subject.seconds
-        )
+        results = await run_graded(sandboxes, tree, subject.hidden, subject.tests, subject.seconds)
         if len(results) != len(subject.tests):
             return Outcome.SLOW, None
         found = [name for name, why in results.items() if why]
@@ -225,12 +223,16 @@ async def _try(
         if len(failing) == len(subject.tests):
             return Outcome.BROKEN, None
         tree = visible_tree(package, mutation, failing)
-    probe = await run_probe(
-        sandboxes, tree, subject.files, names=failing, modules=subject.modules
-    )
+    probe = await run_probe(sandboxes, tree, subject.files, names=failing, modules=subject.modules)
     if probe is None or probe.unimportable:
         return Outcome.BROKEN, None
-    issue = write_issue(probe.failures, Random(seed))
+    failures = probe.failures
+    if mutation.kind == "default":  # the signature would show it
+        failures = {
+            name: {key: text for key, text in failure.items() if key != "signature"}
+            for name, failure in failures.items()
+        }
+    issue = write_issue(failures, Random(seed))
     if not issue:
         return Outcome.UNTOLD, None
     return Outcome.KEPT, MadeTask(

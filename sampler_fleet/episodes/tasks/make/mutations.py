@@ -178,7 +178,7 @@ class _Finder:
             body = found[3]
             if len(body) > 1 and re.search(r"[^\\]\w$", body):
                 last = end - len(found[2])
-                yield last - 1, last, "", "text"
+                yield last - 1, last, "", kind if kind == "default" else "text"
 
     def _name(
         self, node: ast.Attribute | ast.Name, parent: ast.AST | None

@@ -25,7 +25,7 @@ _LICENSE_CLASSIFIER = "License :: OSI Approved :: "
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestModule:
+class SideModule:
     """A module of the test side: tests, or what tests import."""
 
     path: str
@@ -46,7 +46,7 @@ class Package:
     license: str  # "": unknown
     url: str  # "": unknown
     files: dict[str, str]  # modules, data, read-me, licence; as in `Task.tree`
-    tests: dict[str, TestModule]  # by the name they are imported under
+    tests: dict[str, SideModule]  # by the name they are imported under
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ def read_package(folder: Path) -> Package:
         url=facts["url"],
         files=files | _papers(folder),
         tests={
-            _module_name(path, tests): TestModule(
+            _module_name(path, tests): SideModule(
                 path=path, source=source, is_tests=_has_tests(path)
             )
             for path, source in sorted(tests.items())

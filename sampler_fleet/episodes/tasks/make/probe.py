@@ -96,6 +96,28 @@ class Sources:
         tree = ast.fix_missing_locations(self.watch.visit(ast.parse(source)))
         return compile(tree, path, mode)
 
+    def fixture(self, name: str) -> str:
+        """The steps by which a fixture without arguments makes its value; "" if they can't be told."""
+        for path, tree in self.trees.items():
+            for node in tree.body:
+                if isinstance(node, ast.FunctionDef) and node.name == name:
+                    return self._steps(node, self.lines[path])
+        return ""
+
+    def _steps(self, fixture: ast.FunctionDef, lines: list[str]) -> str:
+        for number, statement in enumerate(fixture.body):
+            value = statement.value if isinstance(statement, ast.Return | ast.Expr) else None
+            if isinstance(statement, ast.Expr):
+                value = value.value if isinstance(value, ast.Yield) else None
+            if value is None or fixture.args.args:
+                continue
+            first, end = fixture.body[0].lineno, statement.lineno
+            steps = _dedent(lines[first - 1 : end - 1]) if number else ""
+            told = ast.unparse(value)
+            last = "" if told == fixture.name else f"{fixture.name} = {told}"
+            return "\n".join(part for part in (steps, last) if part)
+        return ""
+
     @staticmethod
     def _equal(place: int, left: Any, right: Any) -> None:
         if not left == right:
@@ -126,8 +148,11 @@ def describe(error: BaseException, sources: Sources, package: tuple[str, ...]) -
     if names.left:
         if before is None:
             return {}
-        steps = (_step(step, sources.lines[path], names) for step in before)
-        found["steps"] = "\n".join(step for step in steps if step)
+        given = [sources.fixture(name) for name in sorted(names.left - _bound(before))]
+        if "" in given:
+            return {}
+        steps = [_step(step, sources.lines[path], names) for step in before]
+        found["steps"] = "\n".join(step for step in (*given, *steps) if step)
     return {} if any(map(_is_unsteady, found.values())) else found
 
 
@@ -139,6 +164,8 @@ def _before(
     None if it is in a block whose course a list can't tell.
     """
     for number, statement in enumerate(body):
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Yield):
+            return None, None  # what a fixture does at the end
         if statement is wanted:
             return body[:number], None
         if wanted in ast.walk(statement):
@@ -148,6 +175,19 @@ def _before(
             inner, _ = _before(statement.body, wanted)  # type: ignore[attr-defined]
             return (None if inner is None else body[:number] + inner), kind
     return None, None
+
+
+def _bound(statements: list[ast.stmt]) -> set[str]:
+    """Names that statements of one block give a meaning."""
+    found: set[str] = set()
+    for node in (node for statement in statements for node in ast.walk(statement)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+    return found
 
 
 def _must_raise(statement: ast.stmt) -> ast.expr | None:
@@ -216,8 +256,10 @@ def _told(
         return {}
     value = statement.value if isinstance(statement, ast.Return) else None
     kind = type(error)
-    text = kind.__qualname__ if kind.__module__ == "builtins" else (
-        f"{kind.__module__}.{kind.__qualname__}"
+    text = (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else (f"{kind.__module__}.{kind.__qualname__}")
     )
     found = {
         "kind": "raised",
@@ -263,7 +305,7 @@ class Names(ast.NodeTransformer):
     def __init__(self, frame: Any, package: tuple[str, ...]) -> None:
         self._values = {**frame.f_globals, **frame.f_locals}
         self._locals, self._package = frame.f_locals, package
-        self.left = False  # whether a name of the test was left as it is
+        self.left: set[str] = set()  # local names of the test that stand for no plain value
 
     def fill(self, node: ast.AST) -> str:
         """The source of an expression or a statement, with values."""
@@ -291,8 +333,8 @@ class Names(ast.NodeTransformer):
         if not isinstance(node.ctx, ast.Load) or node.id not in self._values:
             return node
         text = self._text(self._values[node.id])
-        if not text:
-            self.left = self.left or node.id in self._locals
+        if not text and node.id in self._locals:
+            self.left.add(node.id)
         return ast.parse(text, mode="eval").body if text else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -414,9 +456,11 @@ def _flat(path: str, tests: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, test in tests.items():
         inner = vars(test) if not callable(test) else None
-        found |= {f"{path}::{name}::{n}": t for n, t in inner.items()} if inner else {
-            f"{path}::{name}": test
-        }
+        found |= (
+            {f"{path}::{name}::{n}": t for n, t in inner.items()}
+            if inner
+            else {f"{path}::{name}": test}
+        )
     return found
 
 

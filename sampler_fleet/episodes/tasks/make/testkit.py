@@ -168,7 +168,9 @@ class _Finder:
 class Raises:
     """`pytest.raises`, as a context and as what it gives."""
 
-    def __init__(self, expected: Any, *call: Any, match: str | None = None, **keywords: Any) -> None:
+    def __init__(
+        self, expected: Any, *call: Any, match: str | None = None, **keywords: Any
+    ) -> None:
         self.expected, self.match = expected, match
         self.type: Any = None
         self.value: Any = None
@@ -201,9 +203,7 @@ def _fixtures(module: ModuleType) -> dict[str, Fixture]:
     return {value.name: value for value in vars(module).values() if type(value) is Fixture}
 
 
-def fixture(
-    function: Any = None, *, scope: str = "", name: str = "", autouse: bool = False
-) -> Any:
+def fixture(function: Any = None, *, scope: str = "", name: str = "", autouse: bool = False) -> Any:
     """Every scope is that of one test."""
     if function is None:
         return lambda function: Fixture(function, name, autouse)

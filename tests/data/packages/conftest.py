@@ -1,0 +1,3 @@
+"""Tests below belong to packages that are data, not to the project."""
+
+collect_ignore_glob = ["*"]

@@ -1,0 +1,10 @@
+import pytest
+
+import ledger
+
+
+@pytest.fixture
+def account():
+    account = ledger.Account(balance=10, limit=5)
+    yield account
+    assert account.balance >= -5
