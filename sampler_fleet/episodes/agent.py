@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -34,17 +34,16 @@ from contracts.types import (
     Purpose,
     SamplingParams,
     Trajectory,
-    VersionSpan,
 )
 from sampler_fleet.episodes.base import (
     ExecResult,
-    GeneratedChunk,
     Generator,
     Sandbox,
     SandboxError,
     Sandboxes,
     Task,
 )
+from sampler_fleet.episodes.buffer import TokenBuffer, turn_seed
 from sampler_fleet.episodes.calls import FormatError
 from sampler_fleet.episodes.chat import ChatFormat, FormatName, Mode
 from sampler_fleet.episodes.grading import Grader, tree_bytes
@@ -62,7 +61,6 @@ from sampler_fleet.episodes.prompts import (
 _log = logging.getLogger(__name__)
 
 _MARKER = SUBMIT_COMMAND.removeprefix("echo ")
-_SEED_STEP = 0x9E3779B1  # odd: no two turns of an episode share a seed
 
 
 class EpisodeLimits(Section):
@@ -124,46 +122,6 @@ class AgentConfig(Section):
         )
 
 
-class _Buffer:
-    """The token buffer of an episode with the samplers' records over its sampled parts."""
-
-    def __init__(self, prompt: np.ndarray) -> None:
-        self.tokens = np.asarray(prompt, np.int32)
-        self._sampled: list[tuple[int, Completion]] = []  # (start, completion)
-        self._chunks: list[GeneratedChunk] = []
-
-    def add_given(self, tokens: np.ndarray) -> None:
-        self.tokens = np.concatenate([self.tokens, np.asarray(tokens, np.int32)])
-
-    def add_sampled(self, chunks: list[GeneratedChunk]) -> Completion:
-        completion = Completion.concatenate([chunk.completion for chunk in chunks])
-        self._sampled.append((len(self.tokens), completion))
-        self._chunks += chunks
-        self.add_given(completion.tokens)
-        return completion
-
-    def records(self) -> dict[str, Any]:
-        """The fields of a Trajectory that tokens and samplers determine."""
-        loss_mask = np.zeros(len(self.tokens), bool)
-        spans: list[VersionSpan] = []
-        for start, completion in self._sampled:
-            loss_mask[start : start + len(completion)] = True
-            spans += (
-                replace(span, start=start + span.start, end=start + span.end)
-                for span in completion.spans
-            )
-        whole = Completion.concatenate([completion for _, completion in self._sampled])
-        return {
-            "tokens": self.tokens,
-            "loss_mask": loss_mask,
-            "sampler_logp": whole.sampler_logp,
-            "candidates": whole.candidates,
-            "spans": tuple(spans),
-            "group": self._chunks[0].group if self._chunks else "",
-            "sampler_ids": tuple(dict.fromkeys(chunk.sampler_id for chunk in self._chunks)),
-        }
-
-
 class _Episode:
     """The dialogue of one session with one sandbox."""
 
@@ -180,7 +138,7 @@ class _Episode:
         self._generator, self._chat, self._agent, self._limits = generator, chat, agent, limits
         self._request = request
         self._command_seconds = 0.0
-        self.buffer = _Buffer(request.tokens)
+        self.buffer = TokenBuffer(request.tokens)
         self.num_turns = 0
         self.format_errors: Counter[FormatError] = Counter()
 
@@ -233,7 +191,7 @@ class _Episode:
             base.sampling,
             max_new_tokens=min(base.sampling.max_new_tokens, self._room()),
             stop_token_ids=self._chat.stop_token_ids,
-            seed=(base.sampling.seed + turn * _SEED_STEP) & 0x7FFFFFFF,
+            seed=turn_seed(base.sampling.seed, turn),
         )
         request = replace(
             base,

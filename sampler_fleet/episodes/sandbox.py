@@ -1,7 +1,6 @@
 """Sandboxes on this machine, by bubblewrap: no network, a read-only system, limits, no survivors.
 
-Owns what is mounted and limited, the host's end of the protocol of `sandbox_supervisor.py`, and the
-pool. The working tree is a tmpfs inside: the host never opens a path that the policy can write, and
+Owns what is mounted and limited, how a sandbox starts and ends, and the pool. The working tree is a tmpfs inside: the host never opens a path that the policy can write, and
 when the last process is gone nothing is left. Must not know what commands mean.
 
 As root, each slot runs under a uid of its own, so that the kernel counts its processes apart.
@@ -17,28 +16,24 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
 from contracts.errors import BadInputError
 from contracts.runfile import Section
 from sampler_fleet.episodes import cgroup
-from sampler_fleet.episodes.base import ExecResult, SandboxError, Snapshot
+from sampler_fleet.episodes.base import SandboxError
 from sampler_fleet.episodes.standalone import standalone
-from sampler_fleet.episodes.wire import decode, encode, frame
+from sampler_fleet.episodes.supervised import Supervised, encode_path
 
 _log = logging.getLogger(__name__)
 
 _SUPERVISOR = standalone("wire", "sandbox_supervisor")
 _FIRST_UID = 100_000
-_GRACE_S = 30.0  # the supervisor keeps the time; this long after, it is taken for dead
 _CLOSE_S = 5.0
-_MAX_OVERHEAD = 4 << 20  # of a message, over the contents in it
 _ASK_VERSION = """
 import os, sys
 print(*sys.version_info[:2], sys.base_prefix, os.path.realpath(sys.executable), sep="\\n")
@@ -66,6 +61,9 @@ class SandboxLimits(Section):
     output_bytes: int = Field(default=16 << 20, ge=1 << 10)  # a command that writes more is stopped
     tree_bytes: int = Field(default=8 << 20, ge=1 << 10)  # of a snapshot
     start_seconds: float = Field(default=30.0, gt=0)
+
+
+_TOLD = set(SandboxLimits.model_fields) - {"start_seconds"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +204,7 @@ def host_command(
     return [*command, "--chdir", "/work", "--"]
 
 
-class BubblewrapSandbox:
+class BubblewrapSandbox(Supervised):
     """One running sandbox: one bwrap whose pid 1 serves all commands of an episode."""
 
     def __init__(
@@ -217,13 +215,11 @@ class BubblewrapSandbox:
         uid: int = _FIRST_UID,
         group: cgroup.Group | None = None,
     ) -> None:
+        super().__init__(max_tree_bytes=limits.tree_bytes)
         self._host, self._limits = host, limits
         self._command = host_command(host, limits, uid=uid, group=group)
         self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
         self._errors = -1  # what bwrap and the supervisor complain of
-        self._broken = ""
 
     @property
     def pid(self) -> int:
@@ -232,10 +228,10 @@ class BubblewrapSandbox:
         return self._process.pid
 
     async def start(self, tree: Mapping[str, bytes]) -> None:
-        limits = self._limits.model_dump(exclude={"start_seconds"})
+        limits = self._limits.model_dump(include=_TOLD)
         if not self._host.limit_processes:
             limits["num_processes"] = 0
-        files = {_encode_path(path): data for path, data in tree.items()}
+        files = {encode_path(path): data for path, data in tree.items()}
         ours, theirs = socket.socketpair()
         self._errors = os.memfd_create("errors")
         try:
@@ -254,36 +250,7 @@ class BubblewrapSandbox:
             raise
         finally:
             theirs.close()
-        await self._ask(limits, files, timeout_s=self._limits.start_seconds)
-
-    async def exec(
-        self, command: str, *, timeout_s: float, stdin: bytes = b"", max_output: int = 10_000
-    ) -> ExecResult:
-        start = time.monotonic()
-        request = ("exec", _encode_path(command), stdin, timeout_s, max_output)
-        reply = await self._ask(*request, timeout_s=timeout_s + _GRACE_S)
-        returncode, timed_out, num_bytes, output = reply
-        return ExecResult(
-            returncode=returncode,
-            output=output.decode("utf-8", "replace"),
-            num_bytes=num_bytes,
-            timed_out=timed_out,
-            seconds=time.monotonic() - start,
-        )
-
-    async def read(self, path: str) -> bytes:
-        return await self._ask("read", _encode_path(path))
-
-    async def write(self, path: str, data: bytes) -> None:
-        await self._ask("write", _encode_path(path), data)
-
-    async def snapshot(self) -> Snapshot:
-        files, special, complete = await self._ask("snapshot")
-        return Snapshot(
-            files={_decode_path(path): data for path, data in files.items()},
-            special=tuple(_decode_path(path) for path in special),
-            complete=complete,
-        )
+        await self.ask(limits, files, timeout_s=self._limits.start_seconds)
 
     async def close(self) -> None:
         writer, process, errors = self._writer, self._process, self._errors
@@ -304,40 +271,8 @@ class BubblewrapSandbox:
         if errors >= 0:
             os.close(errors)
 
-    async def _ask(self, *request: Any, timeout_s: float = _GRACE_S) -> Any:
-        """One request, one reply. OSError if the supervisor refused."""
-        if self._broken or self._reader is None or self._writer is None:
-            raise SandboxError(f"the sandbox can't be used: {self._broken or 'it was not started'}")
-        self._broken = "an earlier request was given up"  # until its reply is here
-        try:
-            async with asyncio.timeout(timeout_s):
-                self._writer.write(frame(encode(request)))
-                await self._writer.drain()
-                size = int.from_bytes(await self._reader.readexactly(4), "big")
-                if size > self._limits.tree_bytes + _MAX_OVERHEAD:
-                    raise ValueError(f"a reply of {size} bytes")
-                verdict, result = decode(await self._reader.readexactly(size))
-        except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
-            self._broken = self._describe(error)
-            raise SandboxError(f"the sandbox failed: {self._broken}") from error
-        self._broken = ""
-        if verdict != "ok":
-            raise OSError(result)
-        return result
-
-    def _describe(self, error: Exception) -> str:
-        complaint = os.pread(self._errors, 2000, 0).decode("utf-8", "replace").strip()
-        if isinstance(error, TimeoutError):
-            complaint = complaint or "no answer in time"
-        return complaint or f"it ended unexpectedly ({type(error).__name__})"
-
-
-def _encode_path(path: str) -> bytes:
-    return path.encode("utf-8", "surrogateescape")
-
-
-def _decode_path(path: bytes) -> str:
-    return path.decode("utf-8", "surrogateescape")
+    def _complaint(self) -> str:
+        return os.pread(self._errors, 2000, 0).decode("utf-8", "replace").strip()
 
 
 class SandboxPool:

@@ -1,4 +1,4 @@
-"""The program inside a sandbox: serves commands as its pid 1 over one socket, fd 0.
+"""The program inside a sandbox: serves commands as its pid 1, over one socket at fd 0.
 
 Owns limits, command execution, the cut of their output and safe reads of the tree. It holds no
 secrets: whoever forged its replies would only describe a tree that is theirs anyway. As pid 1 of
@@ -42,10 +42,10 @@ def receive() -> Any:
     return decode(_read_exactly(size))
 
 
-def send(*message: Any) -> None:
+def send(replies: int, *message: Any) -> None:
     view = memoryview(frame(encode(message)))
     while view:
-        view = view[os.write(0, view) :]
+        view = view[os.write(replies, view) :]
 
 
 def _read_exactly(num_bytes: int) -> bytes:
@@ -60,17 +60,16 @@ def _read_exactly(num_bytes: int) -> bytes:
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Limits of each process, this one and all that come from it."""
+    """Limits of each process, this one and all that come from it; where one is 0, there is none."""
     wanted = {
         resource.RLIMIT_AS: limits["memory_bytes"],
         resource.RLIMIT_FSIZE: limits["disk_bytes"],
         resource.RLIMIT_CPU: limits["cpu_seconds"],
-        resource.RLIMIT_NOFILE: _MAX_FILES,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NPROC: limits["num_processes"],
+        resource.RLIMIT_NOFILE: limits.get("num_files", _MAX_FILES),
     }
-    if limits["num_processes"]:  # 0: the kernel would count those of other sandboxes too
-        wanted[resource.RLIMIT_NPROC] = limits["num_processes"]
-    for kind, value in wanted.items():
+    wanted = {kind: value for kind, value in wanted.items() if value}
+    for kind, value in (*wanted.items(), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
@@ -96,7 +95,9 @@ class Output:
 
 
 class Supervisor:
-    """The verbs: `exec`, `read`, `write`, `snapshot`."""
+    """The methods that `verbs` names are what the host may ask for."""
+
+    verbs: tuple[str, ...] = ("exec", "read", "write", "snapshot")
 
     def __init__(self, max_output_bytes: int, max_tree_bytes: int) -> None:
         self._max_output_bytes, self._max_tree_bytes = max_output_bytes, max_tree_bytes
@@ -282,23 +283,28 @@ def _open_beneath(path: bytes, flags: int) -> int:
         os.close(folder)
 
 
-def main() -> None:
+def serve(kind: type[Supervisor], replies: int) -> None:
+    """Answers on the file descriptor `replies` until the host closes its end of fd 0."""
     try:
         limits, tree = receive()
-        supervisor = Supervisor(limits["output_bytes"], limits["tree_bytes"])
+        supervisor = kind(limits["output_bytes"], limits["tree_bytes"])
         limit(limits)
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
         for path, data in tree.items():
             supervisor.write(path, data)
-        send("ok", None)
-        verbs = {verb: getattr(supervisor, verb) for verb in ("exec", "read", "write", "snapshot")}
+        send(replies, "ok", None)
+        verbs = {verb: getattr(supervisor, verb) for verb in supervisor.verbs}
         while True:
             verb, *arguments = receive()
             try:
                 result = verbs[verb](*arguments)
             except (OSError, ValueError) as error:
-                send("refused", str(error))
+                send(replies, "refused", str(error))
             else:
-                send("ok", result)
+                send(replies, "ok", result)
     except Gone:
         pass
+
+
+def main() -> None:
+    serve(Supervisor, 0)

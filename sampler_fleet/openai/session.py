@@ -26,8 +26,9 @@ from contracts.types import (
     SamplingParams,
     Trajectory,
 )
-from sampler_fleet.episodes.agent import _SEED_STEP, EpisodeLimits, _Buffer
+from sampler_fleet.episodes.agent import EpisodeLimits
 from sampler_fleet.episodes.base import GeneratedChunk
+from sampler_fleet.episodes.buffer import TokenBuffer, turn_seed
 from sampler_fleet.episodes.calls import FormatError
 from sampler_fleet.episodes.chat import ChatFormat
 from sampler_fleet.openai.reader import Delta, ReplyReader
@@ -157,7 +158,7 @@ class Session:
     def trajectory(self, *, task_id: str, reward: float, ending: Ending) -> Trajectory:
         """The record, as `run_episode` makes it. A last reply without a call is no format error
         where it is the answer that was submitted."""
-        buffer = _Buffer(np.zeros(0, np.int32))
+        buffer = TokenBuffer(np.zeros(0, np.int32))
         for turn in self._turns:
             buffer.add_given(turn.given)
             buffer.add_sampled(turn.chunks)
@@ -248,7 +249,7 @@ class Session:
                 policy.sampling,
                 max_new_tokens=min(policy.sampling.max_new_tokens, room, max_tokens or room),
                 stop_token_ids=chat.stop_token_ids,
-                seed=(self._seed + number * _SEED_STEP) & 0x7FFFFFFF,
+                seed=turn_seed(self._seed, number),
             ),
         )
         chunks: list[GeneratedChunk] = []

@@ -284,7 +284,7 @@ def test_message():
             await find_subject(package(source, tests), pool)
 
     async def test_a_package_that_the_sandbox_has(self, pool):
-        with pytest.raises(BadInputError, match="own Python lacks.*json"):
+        with pytest.raises(BadInputError, match=r"own Python lacks.*json"):
             await find_subject(package("x = 1", "def test_a(): pass", name="json"), pool)
 
 
@@ -382,7 +382,6 @@ class TestReferenceAgent:
             assert trajectory.ending == Ending.SUBMITTED
             assert trajectory.reward == float(tree == problem.task.tree | problem.task.fix)
             rewards.append(trajectory.reward)
-        print(rewards)
         assert 0 < sum(rewards) < len(rewards)
 
 

@@ -27,7 +27,7 @@ class HiddenFile:
     modules: dict[str, tuple[str, str]]  # name to (path, source), its own too
 
     def text(self, package: Package) -> str:
-        kit = (resources.files(__package__) / _KIT).read_text()
+        kit = (resources.files("sampler_fleet.episodes.tasks.make") / _KIT).read_text()
         sources = "".join(
             f"    {name!r}: ({path!r}, {_literal(source)}),\n"
             for name, (path, source) in self.modules.items()

@@ -162,7 +162,7 @@ def _mixed(mutations: list[Mutation], rng: Random) -> list[Mutation]:
     return [mutation for turn in turns for mutation in turn if mutation is not None]
 
 
-async def make_tasks(  # noqa: PLR0913 (the command's options and where it runs)
+async def make_tasks(
     subject: Subject,
     sandboxes: Sandboxes,
     *,

@@ -20,7 +20,8 @@ from sampler_fleet.episodes.wire import decode, encode
 
 _PYTHON = "exec python3 -I -S -B -c "
 _RUNNER = _PYTHON + shlex.quote(standalone("wire", "remote", "graderun"))
-_PROBE = _PYTHON + shlex.quote(standalone("wire", "tasks.make.testkit", "tasks.make.probe"))
+_PARTS = ("tasks.make.testkit", "tasks.make.describe")
+_PROBE = _PYTHON + shlex.quote(standalone("wire", *_PARTS, "tasks.make.probe"))
 _MAX_OUTPUT = 8 << 20
 _GRACE_S = 10.0
 _PROBE_S = 50.0  # tests that are traced are slow; below a sandbox's time on the CPU
@@ -70,7 +71,7 @@ async def run_graded(
     return results
 
 
-async def run_probe(  # noqa: PLR0913 (all of a run)
+async def run_probe(
     sandboxes: Sandboxes,
     tree: Mapping[str, str],
     files: Sequence[HiddenFile],

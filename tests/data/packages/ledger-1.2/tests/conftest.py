@@ -1,6 +1,5 @@
-import pytest
-
 import ledger
+import pytest
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 import unittest
 
-import pytest
-
 import ledger
+import pytest
 
 
 def test_put(account):

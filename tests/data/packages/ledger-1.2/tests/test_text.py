@@ -1,7 +1,6 @@
 import sys
 
 import pytest
-
 from ledger import describe, parse_amount
 
 from .amounts import AMOUNTS

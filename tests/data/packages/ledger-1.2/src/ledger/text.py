@@ -15,7 +15,8 @@ def parse_amount(text):
 
 def describe(amount, currency="EUR"):
     sign = "-" if amount < 0 else ""
-    return "%s%d.%02d %s" % (sign, abs(amount) // 100, abs(amount) % 100, currency)
+    whole, cents = abs(amount) // 100, abs(amount) % 100
+    return sign + str(whole) + "." + str(cents).zfill(2) + " " + currency
 
 
 def never_tested(amount):
