@@ -16,7 +16,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,18 +38,15 @@ from sampler_fleet.episodes.base import GeneratedChunk
 from sampler_fleet.fingerprint import CheckpointIdentity
 from sampler_fleet.link import Drain, EndSession, Expel, Link, SamplerGoneError, Turn
 from sampler_fleet.metering import Metering
-from sampler_fleet.registry import Registry
-from sampler_fleet.router import Route, Router, Wait
+from sampler_fleet.places import Places, Target
+from sampler_fleet.registry import Registry, SamplerPhase, measured_capacities
+from sampler_fleet.router import Router
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """Samplers a group is to have, and how many its provider holds; None: it does not say."""
-
-    num: int
-    num_held: int | None = None
+MAX_FAILURES = 8  # requests in a row that a sampler could not serve, then it is expelled
+BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0  # before the same sampler is tried again
 
 
 class Fleet:
@@ -85,11 +81,10 @@ class Fleet:
         # of the samplers' silence; `keep_leases` reads it twice a heartbeat
         self._awake = AwakeClock(clock, longest_s=config.heartbeat_seconds)
         self._serials = itertools.count()
-        self._started = clock()
         self._links: dict[str, Link] = {}
-        self._change = asyncio.Event()
-        self._entrance = {purpose: asyncio.Lock() for purpose in Purpose}  # fair: first come first
-        self.num_waiting: Counter[Purpose] = Counter()  # sessions without a place yet
+        self.places = Places(config, self.registry, self.router, targets=self.targets, clock=clock)
+        self._turns: Counter[str] = Counter()  # under way, by session
+        self._own: set[str] = set()  # sessions of our own episodes
 
     # What samplers do.
 
@@ -121,9 +116,10 @@ class Fleet:
             known.version != version
             or load.kv_used_fraction < self.config.kv_limit <= known.load.kv_used_fraction
         ):
-            self._notify()
-        if known and known.switch != switch and (odd := self.registry.odd_weights(link.sampler_id)):
-            self.expel(link, "weights_refused", DirtyProcessError(odd))
+            self.places.changed()
+        if known and known.switch != switch:
+            for sampler_id, odd in self.registry.odd_weights(known.info.group):
+                self.expel(self._links[sampler_id], "weights_refused", DirtyProcessError(odd))
 
     def drain(self, sampler_id: str, reason: str) -> None:
         """No new turns for a sampler; it leaves when it has finished what runs."""
@@ -141,6 +137,20 @@ class Fleet:
         log.error("sampler %s expelled (%s): %s", link.sampler_id, counter, error)
         link.close(DirtyProcessError(str(error)), last=Expel(reason=str(error)))
         self.leave(link, str(error))
+
+    def failed(self, link: Link, request_id: str, error: Exception) -> None:
+        """A sampler says that it could not serve a request. One that serves none goes: it would
+        be the least loaded, and get them all."""
+        sampler = self.registry.get(link.sampler_id)
+        if sampler and sampler.phase == SamplerPhase.READY:
+            link.num_failures += 1
+        link.deliver(request_id, error)
+        if link.num_failures >= MAX_FAILURES:
+            self.expel(
+                link,
+                "samplers_failing",
+                DirtyProcessError(f"{link.num_failures} requests in a row failed; last: {error}"),
+            )
 
     def stop(self) -> None:
         """The gateway ends: samplers are told to come back."""
@@ -160,7 +170,8 @@ class Fleet:
                     link.close(RetryError("the lease expired; register again"))
                     self.leave(link, "no heartbeat")
             for session_id in self.router.idle(now - self.config.session_idle_seconds):
-                await self.end_session(session_id)
+                if not self._turns[session_id]:
+                    await self.end_session(session_id)
             self._update_shares()
             await asyncio.to_thread(self.metering.save, self._clock_utc())
 
@@ -170,11 +181,6 @@ class Fleet:
             self.config.group(name)
         self.targets |= targets
         self._members_changed()
-
-    @property
-    def seconds(self) -> float:
-        """Since this gateway started."""
-        return self._clock() - self._started
 
     def costs(self) -> dict[str, Cost]:
         """What each group has cost since the run began."""
@@ -195,69 +201,18 @@ class Fleet:
         Raises:
             BadInputError: no group serves this purpose.
         """
-        if not self.config.shares(purpose):
-            raise BadInputError(
-                f"purpose {purpose}", expected="a sampler group that serves it", found="none"
-            )
-        self.num_waiting[purpose] += 1
+        self.places.check(purpose)
+        self._own.add(session_id)
         try:
-            await self._assembled(purpose, min_version)
-            await self._admit(session_id, purpose=purpose, min_version=min_version)
-        finally:
-            self.num_waiting[purpose] -= 1
-        try:
+            await self.places.take(session_id, purpose=purpose, min_version=min_version)
             yield
         finally:
+            self._own.discard(session_id)
             await self.end_session(session_id)
 
-    async def _assembled(self, purpose: Purpose, min_version: int) -> None:
-        """Every group that is to have samplers has one that is ready, or patience is over."""
-        expected = [
-            group.name
-            for group in self.config.groups
-            if group.purpose == purpose
-            and (self.targets[group.name].num if group.name in self.targets else group.samplers)
-        ]
-        while (patience := self.config.assemble_seconds - self.seconds) > 0:
-            ready = [
-                group
-                for group in expected
-                if any(s.version >= min_version for s in self.registry.ready(group))
-            ]
-            if len(ready) == len(expected):
-                return
-            await self._changed(patience)
-
-    async def _admit(
-        self,
-        session_id: str,
-        *,
-        purpose: Purpose,
-        min_version: int,
-        grace_s: float | None = None,
-    ) -> Route:
-        """A place for a session that has none.
-
-        Who comes first gets the first place that is free; who waits for a version nobody has lets
-        others pass, for up to `grace_s` (None: as long as it takes). Raises RetryError.
-        """
-        deadline = None if grace_s is None else self._clock() + grace_s
-        while True:
-            async with self._entrance[purpose]:
-                while True:
-                    decision = self.router.route(
-                        session_id,
-                        self.registry,
-                        purpose=purpose,
-                        min_version=min_version,
-                        now=self._clock(),
-                    )
-                    if not isinstance(decision, Wait) or not decision.is_full:
-                        break
-                    await self._changed(None)
-            if isinstance(decision, Route):
-                return decision
-            await self._patiently(session_id, decision, deadline)
+    def is_own(self, session_id: str) -> bool:
+        """Whether the session is of an episode of this gateway, and nobody else's."""
+        return session_id in self._own
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GeneratedChunk, None]:
         """Streams checked chunks; a sampler's loss in mid-turn is continued in its group.
@@ -267,11 +222,21 @@ class Fleet:
             RetryError: nobody in its group could finish it in time.
         """
         self._check_request(request)
-        turn = Turn(request, self._serials)
+        turn, avoid = Turn(request, self._serials), set[str]()
+        self._turns[request.session_id] += 1
         try:
-            for _ in range(self.config.max_failovers + 1):
-                route = await self._route(request)
-                link = self._links[route.sampler_id]
+            for attempt in range(self.config.max_failovers + 1):
+                route = await self.places.turn(
+                    request.session_id,
+                    purpose=request.purpose,
+                    min_version=request.min_version,
+                    avoid=avoid,
+                )
+                if route.sampler_id in avoid:  # the only one there is
+                    await asyncio.sleep(min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S))
+                link = self._links.get(route.sampler_id)
+                if link is None:  # it left meanwhile
+                    continue
                 try:
                     with link.request(turn.next_request()) as inbox:
                         async with contextlib.aclosing(self._receive(link, inbox, turn)) as chunks:
@@ -285,6 +250,7 @@ class Fleet:
                     self._turn_done(request)
                     return
                 except SamplerGoneError as error:
+                    avoid.add(route.sampler_id)
                     self.counters["failovers"] += 1
                     log.warning(
                         "request %s continues after %d tokens: %s",
@@ -303,13 +269,20 @@ class Fleet:
                 "finish it"
             )
         finally:
+            self._turn_over(request.session_id)
             if request.ends_session:
                 await self.end_session(request.session_id)  # unless it has ended well
+
+    def _turn_over(self, session_id: str) -> None:
+        self.router.touch(session_id, self._clock())
+        self._turns[session_id] -= 1
+        if not self._turns[session_id]:
+            del self._turns[session_id]
 
     def _turn_done(self, request: GenerateRequest) -> None:
         self.counters["turns_completed"] += 1
         if request.ends_session and self.router.end(request.session_id):
-            self._notify()  # a place is free; the sampler was told with the request
+            self.places.changed()  # a place is free; the sampler was told with the request
 
     async def end_session(self, session_id: str) -> None:
         """Frees the session's place and its KV cache."""
@@ -318,53 +291,24 @@ class Fleet:
             return
         if link := self._links.get(held.sampler_id):
             link.send(EndSession(session_id=session_id))
-        self._notify()  # a place is free
+        self.places.changed()  # a place is free
 
     def _check_request(self, request: GenerateRequest) -> None:
+        """Refuses what no sampler could serve, so that none is blamed for it."""
         check_name("request id", request.request_id)
         check_name("session id", request.session_id)
-        tokens = request.tokens
+        self.places.check(request.purpose)
+        tokens, most = request.tokens, self.config.max_context_tokens - 1
+        rule = f"request {request.request_id}"
+        if len(tokens) > most:
+            raise BadInputError(rule, expected=f"at most {most} tokens", found=len(tokens))
         if not len(tokens) or int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
             raise BadInputError(
-                f"request {request.request_id}",
+                rule,
                 expected=f"tokens from 0 to {self._vocab_size - 1}, at least one",
                 found=f"{len(tokens)} tokens"
                 + (f" from {int(tokens.min())} to {int(tokens.max())}" if len(tokens) else ""),
             )
-
-    async def _route(self, request: GenerateRequest) -> Route:
-        """A place for the turn; waits out the grace period while nobody can serve it."""
-        session_id, grace_s = request.session_id, self.config.grace_seconds
-        if self.router.place(session_id) is None:
-            self.num_waiting[request.purpose] += 1
-            try:
-                return await self._admit(
-                    session_id,
-                    purpose=request.purpose,
-                    min_version=request.min_version,
-                    grace_s=grace_s,
-                )
-            finally:
-                self.num_waiting[request.purpose] -= 1
-        deadline = self._clock() + grace_s
-        while True:
-            decision = self.router.route(
-                session_id,
-                self.registry,
-                purpose=request.purpose,
-                min_version=request.min_version,
-                now=self._clock(),
-            )
-            if isinstance(decision, Route):
-                return decision
-            await self._patiently(session_id, decision, deadline)
-
-    async def _patiently(self, session_id: str, wait: Wait, deadline: float | None) -> None:
-        """Until the next change; RetryError once the deadline has passed."""
-        left = None if deadline is None else deadline - self._clock()
-        if left is not None and left <= 0:
-            raise RetryError(f"session {session_id}: {wait.reason}")
-        await self._changed(left)
 
     async def _receive(
         self, link: Link, inbox: asyncio.Queue[Completion | Exception], turn: Turn
@@ -388,6 +332,8 @@ class Fleet:
                 if len(item):
                     yield dataclasses.replace(item, finish_reason=None)
                 raise SamplerGoneError(f"sampler {link.sampler_id} gave the request up")
+            if item.finish_reason is not None:
+                link.num_failures = 0
             yield item
             if item.finish_reason is not None:
                 return
@@ -418,6 +364,8 @@ class Fleet:
             raise BadInputError(
                 rule, expected=f"version {turn.min_version} or newer, as asked", found=oldest
             )
+        newest = max((span.version for span in completion.spans), default=0)
+        self.registry.check_version(rule, newest)
         for name, ids in (("tokens", completion.tokens), ("candidates", completion.candidates.ids)):
             if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size):
                 raise BadInputError(
@@ -435,28 +383,17 @@ class Fleet:
             self._clock_utc(),
         )
         self._update_shares()
-        self._notify()
+        self.places.changed()
 
     def _update_shares(self) -> None:
         """Where capacity is measured, shares follow what the ready samplers can draw."""
-        measured = {
-            group.name: sum(s.tokens_per_second for s in self.registry.ready(group.name))
-            for group in self.config.groups
-            if group.capacity == "measured"
-        }
-        if measured:
-            for purpose in Purpose:
+        for purpose in Purpose:
+            groups = [g for g in self.config.groups if g.purpose == purpose]
+            if any(group.capacity == "measured" for group in groups):
+                measured = measured_capacities(
+                    {g.name: self.registry.ready(g.name) for g in groups}
+                )
                 self.router.shares[purpose] = self.config.shares(purpose, measured)
-
-    def _notify(self) -> None:
-        self._change.set()
-        self._change = asyncio.Event()
-
-    async def _changed(self, timeout_s: float | None) -> None:
-        """Returns after the next change of the registry, or after the timeout."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._change.wait()
 
 
 def _empty(reason: FinishReason) -> Completion:

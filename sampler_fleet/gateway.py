@@ -21,7 +21,7 @@ from contracts.rpc import answering
 from contracts.types import GenerateRequest, Purpose, Switch
 from sampler_fleet.alarms import fleet_alarms
 from sampler_fleet.engines.base import EngineLoad
-from sampler_fleet.fleet import Fleet, Target
+from sampler_fleet.fleet import Fleet
 from sampler_fleet.link import (
     Abort,
     Command,
@@ -31,6 +31,7 @@ from sampler_fleet.link import (
     Link,
     SamplerGoneError,
 )
+from sampler_fleet.places import Target
 from sampler_fleet.producer import Evaluation, Producer
 from sampler_fleet.registry import Sampler
 from sampler_fleet.spool import Spool
@@ -155,7 +156,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
                     if failed.bad_request
                     else SamplerGoneError(rule)
                 )
-                link.deliver(failed.request_id, error)
+                self._fleet.failed(link, failed.request_id, error)
             case "leaving":
                 self._fleet.drain(link.sampler_id, shown(message.leaving.reason))
             case other:
@@ -175,7 +176,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
     def status_now(self) -> fleet_pb2.StatusReply:
         """Everything there is to see of the fleet."""
         fleet, producer = self._fleet, self._producer
-        update, demand = producer.update, producer.demand(fleet.num_waiting[Purpose.TRAIN])
+        update, demand = producer.update, producer.demand(fleet.places.num_waiting[Purpose.TRAIN])
         newest = max((s.version for s in fleet.registry), default=0)
         alarms = fleet_alarms(
             fleet.config,
@@ -193,7 +194,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
             demand=fleet_pb2.Demand(**dataclasses.asdict(demand)),
             update=codec.update_to_pb(update) if update else None,
             alarms=[*(update.alarms if update else ()), *alarms],
-            seconds=fleet.seconds,
+            seconds=fleet.places.seconds,
         )
 
     async def ReportUpdate(
@@ -273,6 +274,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         async with answering(context):
+            self._check_foreign(request.session_id)
             chunks = self._fleet.generate(codec.generate_from_pb(request))
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
@@ -295,8 +297,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
         self, request: rollout_pb2.EndSessionRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.EndSessionReply:
         async with answering(context):
+            self._check_foreign(request.session_id)
             await self._fleet.end_session(request.session_id)
         return rollout_pb2.EndSessionReply()
+
+    def _check_foreign(self, session_id: str) -> None:
+        if self._fleet.is_own(session_id):
+            raise BadInputError(
+                "session id",
+                expected="a session of the caller's",
+                found=f"{shown(session_id)}, an episode of the gateway",
+            )
 
     async def Watch(
         self, request: rollout_pb2.WatchRequest, context: grpc.aio.ServicerContext

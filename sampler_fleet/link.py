@@ -54,6 +54,7 @@ class Link:
         self._commands: asyncio.Queue[Command | None] = asyncio.Queue()
         self._inboxes: dict[str, asyncio.Queue[Completion | Exception]] = {}
         self.closed = False
+        self.num_failures = 0  # requests in a row that it could not serve
 
     def send(self, command: Command) -> None:
         if not self.closed:

@@ -8,8 +8,8 @@ rebuilt by the samplers that register again.
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from contracts.errors import BadInputError, ConflictError, check_name
@@ -18,6 +18,7 @@ from sampler_fleet.config import GroupConfig
 from sampler_fleet.engines.base import EngineLoad
 
 BUSY = 0.9  # of max_sessions
+MAX_AHEAD = 1000  # versions beyond the newest that anybody in the fleet has: nobody made those
 SMOOTHING = 0.1  # of a new rate, per heartbeat
 IDLE = EngineLoad(num_running=0, num_waiting=0, tokens_per_second=0.0, kv_used_fraction=0.0)
 
@@ -64,6 +65,7 @@ class Registry:
         self._lease_seconds = lease_seconds
         self._samplers: dict[str, dict[str, Sampler]] = {name: {} for name in self._groups}
         self._group_of: dict[str, str] = {}
+        self._newest = 0
         self._ready: dict[str, list[Sampler]] = {}  # by group, until one of its samplers changes
 
     def __iter__(self) -> Iterator[Sampler]:
@@ -91,6 +93,7 @@ class Registry:
             ConflictError: a live sampler has this id.
         """
         self._check(info)
+        self._newest = max(self._newest, info.version)
         known = self.get(info.sampler_id)
         if known and known.phase != SamplerPhase.LOST and known.lease_until > now:
             raise ConflictError(
@@ -120,9 +123,15 @@ class Registry:
         now: float,
         switch: Switch | None = None,
     ) -> None:
-        """Renews a lease. A lost sampler stays lost: it has to register again."""
+        """Renews a lease. A lost sampler stays lost: it has to register again.
+
+        Raises:
+            BadInputError: numbers that cannot be.
+        """
         sampler = self.get(sampler_id)
         if sampler:
+            self._check_beat(sampler, version, load)
+            self._newest = max(self._newest, version)
             self._put(
                 replace(
                     sampler,
@@ -134,26 +143,40 @@ class Registry:
                 )
             )
 
-    def odd_weights(self, sampler_id: str) -> str:
-        """What is wrong with the weights a sampler holds, in the light of the others of its group
-        that have its version; "" when nothing is known to be.
+    @property
+    def newest_version(self) -> int:
+        """That any sampler is known to have or to have had."""
+        return self._newest
+
+    def check_version(self, rule: str, version: int) -> None:
+        """BadInputError on a version that the trainer cannot have made yet."""
+        if self._newest and version > self._newest + MAX_AHEAD:
+            raise BadInputError(
+                rule,
+                expected=f"a version up to {self._newest + MAX_AHEAD}, the fleet being at "
+                f"{self._newest}",
+                found=version,
+            )
+
+    def odd_weights(self, group: str) -> list[tuple[str, str]]:
+        """Samplers of a group that hold other weights than most that have their version, and what
+        is wrong with them, in words.
 
         Two that agree convict a third. Of two that differ, nobody knows which is right.
         """
-        sampler = self.get(sampler_id)
-        mine = _checksum(sampler) if sampler else ""
-        if sampler is None or not mine:
-            return ""
-        theirs = Counter(
-            checksum
-            for other in self._samplers[sampler.info.group].values()
-            if other.phase != SamplerPhase.LOST and other.version == sampler.version
-            if (checksum := _checksum(other))
-        )
-        (most, num), *_ = theirs.most_common(1)
-        if most == mine or num < 2 or num <= theirs[mine]:
-            return ""
-        return f"version {sampler.version} has checksum {mine}, in {num} others of its group {most}"
+        held: dict[int, dict[str, list[str]]] = {}  # version -> checksum -> samplers
+        for sampler in self._samplers[group].values():
+            if sampler.phase != SamplerPhase.LOST and (checksum := _checksum(sampler)):
+                by_checksum = held.setdefault(sampler.version, {})
+                by_checksum.setdefault(checksum, []).append(sampler.sampler_id)
+        odd = []
+        for version, by_checksum in held.items():
+            num, most = max((len(names), checksum) for checksum, names in by_checksum.items())
+            for checksum, names in by_checksum.items():
+                if num >= 2 and len(names) < num:
+                    why = f"version {version} has checksum {checksum}, in {num} others {most}"
+                    odd += [(name, why) for name in names]
+        return odd
 
     def drain(self, sampler_id: str, reason: str) -> None:
         """No new turns for it. BadInputError when there is no such live sampler."""
@@ -185,6 +208,23 @@ class Registry:
         self._group_of[sampler.sampler_id] = sampler.info.group
         return sampler
 
+    def _check_beat(self, sampler: Sampler, version: int, load: EngineLoad) -> None:
+        rule = f"heartbeat of sampler {sampler.sampler_id}"
+        if version < sampler.version:
+            raise BadInputError(
+                f"{rule}, version", expected=f"{sampler.version} or newer", found=version
+            )
+        self.check_version(f"{rule}, version", version)
+        for field, value, most in (
+            ("running", load.num_running, math.inf),
+            ("waiting", load.num_waiting, math.inf),
+            ("tokens_per_second", load.tokens_per_second, math.inf),
+            ("kv_used_fraction", load.kv_used_fraction, 1.001),  # a float32 on its way
+        ):
+            if not (0 <= value <= most and math.isfinite(value)):
+                found = f"{value:g}"
+                raise BadInputError(f"{rule}, {field}", expected="a share or a number", found=found)
+
     def _check(self, info: SamplerInfo) -> None:
         check_name("sampler id", info.sampler_id)
         check_name(f"sampler {info.sampler_id}, accelerator", info.accelerator)
@@ -213,11 +253,31 @@ class Registry:
             ),
             ("loaded policy version", "at least 1", info.version if info.version < 1 else None),
             ("max_sessions", "at least 1", info.max_sessions if info.max_sessions < 1 else None),
+            ("tokens_per_second", "a number from 0", _unless_amount(info.tokens_per_second)),
+            ("price_per_hour", "a number from 0", _unless_amount(info.price_per_hour or 0.0)),
         ):
             if found is not None and expected != found:
                 raise BadInputError(
                     f"{rule} of group {info.group}, {field}", expected=expected, found=found
                 )
+
+
+def _unless_amount(value: float) -> float | None:
+    return None if 0 <= value < math.inf else value
+
+
+def measured_capacities(ready: Mapping[str, Sequence[Sampler]]) -> dict[str, float]:
+    """Tokens/s that the ready samplers of each group can draw.
+
+    One that doesn't say what it can is taken to draw per session what the others do on average.
+    """
+    known = [s for samplers in ready.values() for s in samplers if s.tokens_per_second]
+    places = sum(s.info.max_sessions for s in known)
+    per_place = sum(s.tokens_per_second for s in known) / places if places else 1.0
+    return {
+        group: sum(s.tokens_per_second or per_place * s.info.max_sessions for s in samplers)
+        for group, samplers in ready.items()
+    }
 
 
 def _checksum(sampler: Sampler) -> str:
@@ -227,8 +287,10 @@ def _checksum(sampler: Sampler) -> str:
 
 
 def _tracked(sampler: Sampler, load: EngineLoad) -> float:
-    """What it can draw: a rate counts only when the sampler had as much to do as it serves well."""
-    if load.num_running < BUSY * sampler.info.max_sessions or load.tokens_per_second <= 0:
-        return sampler.tokens_per_second
-    known = sampler.tokens_per_second or load.tokens_per_second
-    return known + SMOOTHING * (load.tokens_per_second - known)
+    """What it can draw. A higher rate than was known always counts; a lower one only when it had as
+    much to do as it serves well."""
+    known, rate = sampler.tokens_per_second, load.tokens_per_second
+    is_busy = load.num_running >= BUSY * sampler.info.max_sessions
+    if rate <= 0 or (rate < known and not is_busy):
+        return known
+    return known + SMOOTHING * (rate - known) if known else (rate if is_busy else 0.0)

@@ -86,10 +86,16 @@ class Ranking:
             self._rebuild()
 
     def first(
-        self, *, min_version: int, kv_limit: float = math.inf, room: bool = False
+        self,
+        *,
+        min_version: int,
+        kv_limit: float = math.inf,
+        room: bool = False,
+        avoid: Collection[str] = (),
     ) -> Sampler | None:
-        """The least loaded sampler of that version or newer; with `room`, one with room for another
-        session: fewer than it serves well, and less of its KV cache in use than `kv_limit`."""
+        """The least loaded sampler of that version or newer, none of those to `avoid`; with `room`,
+        one with room for another session: fewer than it serves well, and less of its KV cache in
+        use than `kv_limit`."""
         passed = []
         found = None
         while self._heap and found is None:
@@ -99,9 +105,13 @@ class Ranking:
                 heapq.heappop(self._heap)
             elif room and entry[0] >= 1:  # so are all that follow
                 break
-            elif sampler.version < min_version or (
-                # where nobody is, what fills the cache is of no session's: it will be evicted
-                room and entry[0] > 0 and sampler.load.kv_used_fraction >= kv_limit
+            elif (
+                sampler.version < min_version
+                or sampler.sampler_id in avoid
+                or (
+                    # where nobody is, what fills the cache is of no session's: it will be evicted
+                    room and entry[0] > 0 and sampler.load.kv_used_fraction >= kv_limit
+                )
             ):
                 passed.append(heapq.heappop(self._heap))
             else:
@@ -171,8 +181,12 @@ class Router:
         purpose: Purpose,
         min_version: int,
         now: float,
+        avoid: Collection[str] = (),
     ) -> Route | Wait:
-        """Decides, and remembers the place a session got."""
+        """Decides, and remembers the place a session got.
+
+        A session leaves a sampler to `avoid`, if another of its group can serve it.
+        """
         shares = self.shares.get(purpose, {})
         if not shares:
             return Wait(reason=f"no group has the purpose {purpose}")
@@ -180,7 +194,7 @@ class Router:
         decision, credit = decide(
             held=held,
             best=(
-                self._best_again(held, registry, min_version)
+                self._best_again(held, registry, min_version, avoid)
                 if held
                 else self._best(shares, registry, min_version)
             ),
@@ -195,17 +209,20 @@ class Router:
         return decision
 
     def _best_again(
-        self, held: Route, registry: Registry, min_version: int
+        self, held: Route, registry: Registry, min_version: int, avoid: Collection[str]
     ) -> dict[str, Sampler | None]:
         """The sampler that has the session, else another of its group."""
         sampler = registry.get(held.sampler_id)
-        if (
-            sampler is None
-            or sampler.info.group != held.group
-            or sampler.phase != SamplerPhase.READY
-            or sampler.version < min_version
+        if sampler and not (
+            sampler.info.group == held.group
+            and sampler.phase == SamplerPhase.READY
+            and sampler.version >= min_version
         ):
-            sampler = self._ranking(held.group, registry).first(min_version=min_version)
+            sampler = None
+        if sampler is None or sampler.sampler_id in avoid:
+            ranking = self._ranking(held.group, registry)
+            other = ranking.first(min_version=min_version, avoid=avoid)
+            sampler = other or sampler or ranking.first(min_version=min_version)
         return {held.group: sampler}
 
     def _best(
@@ -237,6 +254,11 @@ class Router:
         if held:
             self._leave(held)
         return held
+
+    def touch(self, session_id: str, now: float) -> None:
+        """The session was at work until now."""
+        if session_id in self._used_at:
+            self._used_at[session_id] = now
 
     def idle(self, before: float) -> Iterator[str]:
         """Sessions that took no turn since `before`."""

@@ -391,10 +391,10 @@ async def test_sessions_wait_until_the_fleet_has_assembled(tmp_path):
         await gateway.start_ready_sampler("big-0")
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        assert gateway.fleet.num_waiting[Purpose.TRAIN] == 1
+        assert gateway.fleet.places.num_waiting[Purpose.TRAIN] == 1
         await gateway.start_ready_sampler("small-0", "small")
         await asyncio.wait_for(waiting, 5)
-        assert gateway.fleet.num_waiting[Purpose.TRAIN] == 0
+        assert gateway.fleet.places.num_waiting[Purpose.TRAIN] == 0
 
 
 async def test_an_engine_may_finish_at_once(tmp_path):
@@ -413,7 +413,7 @@ async def test_two_that_agree_convict_a_third_of_wrong_weights(tmp_path):
         await gateway.start_ready_sampler("small-0", "small", engine=FakeEngine())
         gateway.members["small-0"].engine.checksum = "its own kernels' layout"
         third = gateway.start_sampler("big-2", engine=wrong)
-        with pytest.raises(DirtyProcessError, match="checksum wrong, in 2 others of its group"):
+        with pytest.raises(DirtyProcessError, match="checksum wrong, in 2 others right"):
             await asyncio.wait_for(third.task, 10)
         assert gateway.phase("big-2") == "lost"
         assert gateway.fleet.counters["weights_refused"] == 1
@@ -432,3 +432,112 @@ async def test_of_two_that_differ_nobody_is_expelled_but_somebody_is_told(tmp_pa
             while sentence not in (await stub.Status(fleet_pb2.StatusRequest())).alarms:
                 await asyncio.sleep(0.01)
         assert gateway.phase("big-0") == gateway.phase("big-1") == "ready"
+
+
+async def test_a_wrong_sampler_is_found_out_also_when_it_switched_first(tmp_path):
+    async with running_gateway(tmp_path) as gateway:
+        wrong = FakeEngine()
+        wrong.checksum = "wrong"
+        first = gateway.start_sampler("big-0", engine=wrong)
+        await gateway.until(lambda: gateway.phase("big-0") == "ready")
+        for name in ("big-1", "big-2"):
+            await gateway.start_ready_sampler(name)
+        with pytest.raises(DirtyProcessError, match="checksum wrong, in 2 others right"):
+            await asyncio.wait_for(first.task, 10)
+
+
+@pytest.mark.parametrize(
+    "error", [RetryError("out of memory"), BadInputError("x", expected="y", found="z")]
+)
+async def test_a_sampler_that_fails_everything_loses_no_session_and_goes(tmp_path, error):
+    async with running_gateway(tmp_path, max_failovers=2) as gateway:
+        sick = gateway.start_sampler("big-0")
+        await gateway.until(lambda: gateway.phase("big-0") == "ready")
+        await gateway.start_ready_sampler("big-1")
+
+        async def fail(request, index):
+            raise error
+
+        sick.engine.before_chunk = fail
+        wholes = []
+        for index in range(12):
+            try:
+                wholes.append((await collect(gateway.fleet, make_request(f"s{index}")))[0])
+            except BadInputError:  # a sampler that blames the request is believed, for a while
+                assert isinstance(error, BadInputError)
+            await gateway.fleet.end_session(f"s{index}")
+        assert len(wholes) == 12 if isinstance(error, RetryError) else len(wholes) >= 4
+        with pytest.raises(DirtyProcessError, match="8 requests in a row failed"):
+            await asyncio.wait_for(sick.task, 10)
+        assert gateway.fleet.counters["samplers_failing"] == 1
+        assert gateway.phase("big-1") == "ready"
+
+
+async def test_the_only_sampler_is_tried_again_after_a_pause(tmp_path):
+    async with running_gateway(tmp_path) as gateway:
+        member = await gateway.start_ready_sampler("big-0")
+        num = 0
+
+        async def fail_twice(request, index):
+            nonlocal num
+            num += 1
+            if num <= 2:
+                raise RetryError("busy")
+
+        member.engine.before_chunk = fail_twice
+        whole, samplers = await collect(gateway.fleet, make_request())
+        assert (len(whole), samplers) == (12, ["big-0"])
+        assert gateway.fleet.counters["failovers"] == 2
+
+
+async def test_a_request_that_no_sampler_can_serve_blames_none(tmp_path):
+    async with running_gateway(tmp_path, max_context_tokens=16) as gateway:
+        await gateway.start_ready_sampler("big-0")
+        with pytest.raises(BadInputError, match="expected at most 15 tokens, found 16"):
+            await collect(gateway.fleet, make_request(prompt=(1,) * 16))
+        with pytest.raises(BadInputError, match="purpose evaluate"):
+            groups = [{"name": "big", "weight_format": "bf16"}]
+            async with running_gateway(tmp_path / "other", groups=groups) as other:
+                await collect(other.fleet, make_request(purpose=Purpose.EVALUATE))
+
+
+async def test_nobody_else_touches_an_episode_of_the_gateway(tmp_path):
+    async with running_gateway(tmp_path) as gateway, gateway.channel() as channel:
+        await gateway.start_ready_sampler("big-0")
+        stub = rollout_pb2_grpc.RolloutStub(channel)
+        async with gateway.fleet.session("train.0.0.0", purpose=Purpose.TRAIN):
+            for call in (
+                stub.EndSession(rollout_pb2.EndSessionRequest(session_id="train.0.0.0")),
+                stub.Generate(codec.generate_to_pb(make_request("train.0.0.0"))).read(),
+            ):
+                refused = pytest.raises(BadInputError, match="an episode of the gateway")
+                with refused, rpc.calling("gateway"):
+                    await call
+            assert gateway.fleet.router.place("train.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"version": 0}, "version: expected 1 or newer, found 0"),
+        ({"version": 2**40}, "expected a version up to 1001, the fleet being at 1"),
+        ({"tokens_per_second": float("nan")}, "tokens_per_second"),
+        ({"kv_used_fraction": float("inf")}, "kv_used_fraction"),
+        ({"num_running": -1}, "running"),
+    ],
+)
+async def test_numbers_that_cannot_be_expel_their_sampler(tmp_path, changes, sentence):
+    async with running_gateway(tmp_path) as gateway, gateway.channel() as channel:
+        await gateway.start_ready_sampler("big-0")
+        info = dataclasses.replace(gateway.fleet.registry.get("big-0").info, sampler_id="big-1")
+        call = fleet_pb2_grpc.FleetStub(channel).Join()
+        await call.write(fleet_pb2.SamplerMessage(register=codec.sampler_to_pb(info)))
+        assert (await call.read()).WhichOneof("kind") == "welcome"
+        beat = fleet_pb2.Heartbeat(**({"version": 1} | changes))
+        await call.write(fleet_pb2.SamplerMessage(heartbeat=beat))
+        with pytest.raises(DirtyProcessError, match=sentence), rpc.calling("gateway"):
+            async for _ in call:
+                pass
+        assert gateway.phase("big-0") == "ready"
+        shares = gateway.fleet.router.shares[Purpose.TRAIN]
+        assert shares == {"big": 0.75, "small": 0.25}

@@ -14,6 +14,7 @@ from contracts.types import Purpose
 from sampler_fleet.config import FleetConfig
 from sampler_fleet.engines.base import EngineLoad
 from sampler_fleet.measure import measure
+from sampler_fleet.places import Target
 from tests.sampler_fleet.fakes import (
     FakeEngine,
     collect,
@@ -65,7 +66,7 @@ async def test_who_comes_first_gets_the_first_place_that_is_free(tmp_path):
         for name in names:
             sessions.start(name)
         await asyncio.sleep(0)
-        assert gateway.fleet.num_waiting[Purpose.TRAIN] == 20
+        assert gateway.fleet.places.num_waiting[Purpose.TRAIN] == 20
         await gateway.start_ready_sampler("big-0")
         sessions.start("given up").cancel()
         for index, name in enumerate(names):
@@ -169,6 +170,58 @@ async def test_who_waits_for_a_version_lets_others_pass(tmp_path):
         await sessions.close()
         with pytest.raises(RetryError, match="none of the groups"):
             await collect(gateway.fleet, make_request("t", min_version=9))
+
+
+async def test_who_waits_for_a_version_that_is_full_lets_others_pass(tmp_path):
+    groups = [{"name": "big", "weight_format": "bf16", "max_sessions": 1, "samplers": 2}]
+    async with running_gateway(tmp_path, groups=groups) as gateway:
+        await gateway.start_ready_sampler("big-0", version=1)
+        await gateway.start_ready_sampler("big-1", version=2)
+        sessions = Sessions(gateway.fleet)
+        for name in ("newer", "newer too"):
+            sessions.start(name, min_version=2)
+        await gateway.until(lambda: sessions.in_order == ["newer"])
+        sessions.start("any")
+        await gateway.until(lambda: sessions.in_order == ["newer", "any"])
+        await sessions.end("newer")
+        await gateway.until(lambda: sessions.in_order == ["newer", "any", "newer too"])
+        await sessions.close()
+
+
+async def test_a_group_that_is_at_zero_is_not_waited_for(tmp_path):
+    async with running_gateway(tmp_path, assemble_seconds=30.0) as gateway:
+        await gateway.start_ready_sampler("big-0")
+        sessions = Sessions(gateway.fleet)
+        sessions.start("s")
+        await asyncio.sleep(0.05)
+        assert sessions.in_order == [], "small-0 is to come"
+        gateway.fleet.set_targets({"small": Target(num=0)})
+        await gateway.until(lambda: sessions.in_order == ["s"])
+        await sessions.close()
+
+
+async def test_a_long_turn_is_no_idle_session(tmp_path):
+    async with running_gateway(tmp_path, session_idle_seconds=0.05) as gateway:
+        member = await gateway.start_ready_sampler("big-0")
+        member.engine.before_chunk = lambda request, index: asyncio.sleep(0.1)
+        whole, _ = await collect(gateway.fleet, make_request("s"))
+        assert len(whole) == 12
+        assert member.engine.ended == []
+        await gateway.until(lambda: member.engine.ended == ["s"])
+
+
+async def test_a_group_that_does_not_say_what_it_can_gets_what_others_draw(tmp_path):
+    groups = [
+        {"name": name, "weight_format": "bf16", "capacity": "measured", "max_sessions": most}
+        for name, most in (("big", 4), ("small", 2))
+    ]
+    async with running_gateway(tmp_path, groups=groups) as gateway:
+        await gateway.start_ready_sampler("big-0", tokens_per_second=400.0)
+        await gateway.start_ready_sampler("small-0", "small")
+        assert gateway.fleet.router.shares[Purpose.TRAIN] == {
+            "big": pytest.approx(2 / 3),
+            "small": pytest.approx(1 / 3),
+        }
 
 
 async def test_no_group_serves_that_purpose(tmp_path):

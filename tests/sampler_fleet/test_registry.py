@@ -150,6 +150,9 @@ def test_what_a_sampler_can_draw_follows_its_rate_only_while_it_is_busy(registry
         return registry.get(name).tokens_per_second
 
     assert beat(1, 5.0) == 100.0, "few sessions say nothing of many"
+    assert beat(1, 200.0) == pytest.approx(110.0), "but who draws more than that can"
+    registry.lose(name, "to begin anew")
+    registry.register(dataclasses.replace(INFO, tokens_per_second=100.0), now=0.0)
     assert beat(INFO.max_sessions, 0.0) == 100.0, "nor does a pause"
     assert beat(INFO.max_sessions, 50.0) == pytest.approx(95.0)
     for _ in range(200):

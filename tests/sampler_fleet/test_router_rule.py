@@ -133,7 +133,8 @@ def apply(event: Join | Beat | Gone, registry: Registry) -> None:
             load = replace(
                 IDLE, num_running=event.num_running, kv_used_fraction=event.kv_used_fraction
             )
-            registry.heartbeat(event.sampler_id, version=event.version, load=load, now=0.0)
+            version = max(event.version, known.version)  # one that goes back is refused
+            registry.heartbeat(event.sampler_id, version=version, load=load, now=0.0)
         case Gone(drains=True) if is_live:
             registry.drain(event.sampler_id, "told to")
         case Gone(drains=False) if is_live:
