@@ -12,12 +12,17 @@ import logging
 import secrets
 import time
 from pathlib import Path
+from typing import Any
 
 from contracts.credentials import Credentials
 from contracts.rpc import start_server
+from contracts.types import Trajectory
 from sampler_fleet.config import Settings, read_settings
 from sampler_fleet.episodes.agent import run_episode
+from sampler_fleet.episodes.base import Task
 from sampler_fleet.episodes.chat import ChatFormat
+from sampler_fleet.episodes.containers.grading import PlacesGrader
+from sampler_fleet.episodes.containers.pool import ContainerPool, Places
 from sampler_fleet.episodes.grading import Grader
 from sampler_fleet.episodes.sandbox import SandboxPool
 from sampler_fleet.episodes.tasks.choose import choose_tasks
@@ -63,13 +68,23 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
     settings = read_settings(config)
     episodes = settings.episodes
     metering = Metering(settings.fleet, time.time(), state_dir / "cost.json")
-    fleet = Fleet(settings.fleet, identify_checkpoint(checkpoint), metering=metering)
+    identity = identify_checkpoint(checkpoint)
+    fleet = Fleet(settings.fleet, identity, metering=metering)
     most = episodes.max_concurrent + episodes.max_concurrent_evaluation
     sandboxes = SandboxPool(episodes.num_sandboxes or most, episodes.sandbox)
     examination_rooms = SandboxPool(episodes.num_graders, episodes.sandbox)
-    spool = Spool(state_dir / "groups.sqlite")
+    containers = ContainerPool(episodes.sandbox, episodes.num_sandboxes or most)
+    containers_for_grading = ContainerPool(episodes.sandbox, episodes.num_graders)
+    owner = f"model {identity.model_fingerprint} and tokenizer {identity.tokenizer_fingerprint}"
+    spool = Spool(state_dir / "groups.sqlite", owner=owner)
     chat = episodes.agent.load_chat(checkpoint)
-    producer = _producer(settings, chat, fleet, sandboxes, examination_rooms, spool)
+    grader = PlacesGrader(
+        examination_rooms,
+        episodes.grading,
+        containers=containers_for_grading,
+        container_limits=episodes.sandbox.containers,
+    )
+    producer = _producer(settings, chat, fleet, Places(sandboxes, containers), grader, spool)
     groups = _openai_groups(settings, chat, fleet, spool, producer)
     try:
         server, port = await start_server(
@@ -106,9 +121,12 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
             fleet.stop()
             spool.stop()
             await server.stop(STOP_GRACE_S)
+            metering.close(time.time())
     finally:
         await sandboxes.close()
         await examination_rooms.close()
+        await containers.close()
+        await containers_for_grading.close()
         spool.close()
 
 
@@ -116,23 +134,30 @@ def _producer(
     settings: Settings,
     chat: ChatFormat,
     fleet: Fleet,
-    sandboxes: SandboxPool,
-    examination_rooms: SandboxPool,
+    places: Places,
+    grader: Grader,
     spool: Spool,
 ) -> Producer:
     episodes, tasks = settings.episodes, settings.tasks
+
+    async def play(task: Task, **arguments: Any) -> Trajectory:
+        return await run_episode(task, sandboxes=places.of(task), **arguments)
+
     return Producer(
         episodes,
-        tasks=choose_tasks(tasks, tree_limit=episodes.sandbox.tree_bytes),
+        tasks=choose_tasks(
+            tasks,
+            tree_limit=episodes.sandbox.tree_bytes,
+            no_containers=places.no_containers,
+        ),
         sampling=settings.sampling.params(),
         run_episode=functools.partial(
-            run_episode,
+            play,
             generator=fleet,
             chat=chat,
             agent=episodes.agent,
             counters=fleet.counters,
-            sandboxes=sandboxes,
-            grader=Grader(examination_rooms, episodes.grading),
+            grader=grader,
             limits=episodes.limits,
         ),
         open_session=fleet.session,

@@ -72,7 +72,9 @@ async def run_sampler(  # noqa: PLR0913 (a command line)
         )
 
     try:
-        async with serving_metrics(metrics, read, credentials.tls):
+        # a sampler that only verifies others has no certificate to show
+        own = credentials.tls if credentials.tls and credentials.tls.certificate else None
+        async with serving_metrics(metrics, read, own):
             await run_until_stopped(agent.run(), lambda: agent.leave("it was told to stop"))
     finally:
         await client.close()

@@ -33,6 +33,7 @@ CREATE TABLE IF NOT EXISTS prompts ( -- under way
   number INTEGER PRIMARY KEY,  -- from 0
   num_starts INTEGER NOT NULL
 );
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT OR IGNORE INTO counters VALUES ('last_sequence', 0), ('cursor', 0);
 """
@@ -46,32 +47,60 @@ class Prompt:
     num_starts: int
 
 
+_DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_FORMAT)
+
+
 class Spool:
     """The log in one file. Async methods belong to one event loop; writes happen off it."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens or creates the log; ConflictError while another process has it open."""
+    def __init__(self, path: Path, *, owner: str = "") -> None:
+        """Opens or creates the log of the run that `owner` names.
+
+        Raises:
+            ConflictError: another process has it open.
+            BadInputError: it is another run's, or damaged.
+        """
         self._path = path
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._owner = open(path.with_suffix(".lock"), "w")  # noqa: SIM115  held until close
+        self._lock_file = open(path.with_suffix(".lock"), "w")  # noqa: SIM115  held until close
         try:
-            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._owner.close()
+            self._lock_file.close()
             raise ConflictError(
                 f"trajectory log {path}: expected it to be free, found another gateway using it"
             ) from None
-        with self._system_errors():
-            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        try:
+            self._open(owner)
+        except BaseException:
+            self._lock_file.close()
+            raise
+        self._changed = asyncio.Event()
+        self._stopped = False
+
+    def _open(self, owner: str) -> None:
+        with self._system_errors(), self._of_a_gateway():
+            self._db = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.executescript(_SCHEMA)
-        self._last = self._counter("last_sequence")
-        left = self._db.execute("SELECT number FROM prompts ORDER BY number").fetchall()
-        self._left = deque(number for (number,) in left)
-        self._changed = asyncio.Event()
-        self._stopped = False
+            self._check_owner(owner)
+            self._last = self._counter("last_sequence")
+            left = self._db.execute("SELECT number FROM prompts ORDER BY number").fetchall()
+            self._left = deque(number for (number,) in left)
+
+    @contextlib.contextmanager
+    def _of_a_gateway(self) -> Iterator[None]:
+        """Tables of other columns, or without their rows, are somebody else's."""
+        try:
+            yield
+        except (sqlite3.OperationalError, TypeError) as error:
+            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) != sqlite3.SQLITE_ERROR:
+                raise
+            raise BadInputError(
+                f"trajectory log {self._path}", expected="that of a gateway", found=str(error)
+            ) from None
 
     @property
     def last_sequence(self) -> int:
@@ -168,7 +197,7 @@ class Spool:
     def close(self) -> None:
         with self._lock:
             self._db.close()
-        self._owner.close()
+        self._lock_file.close()
 
     def _insert(
         self, task_id: str, trajectories: tuple[Trajectory, ...], prompt: Prompt | None
@@ -196,6 +225,16 @@ class Spool:
             return self._db.execute(
                 "SELECT value FROM counters WHERE name = ?", (name,)
             ).fetchone()[0]
+
+    def _check_owner(self, owner: str) -> None:
+        if not owner:
+            return
+        self._db.execute("INSERT OR IGNORE INTO facts VALUES ('owner', ?)", (owner,))
+        (known,) = self._db.execute("SELECT value FROM facts WHERE name = 'owner'").fetchone()
+        if known != owner:
+            raise BadInputError(
+                f"trajectory log {self._path}", expected=f"one of {owner}", found=f"one of {known}"
+            )
 
     def _check_reached(self, sequence: int) -> None:
         if sequence > self._last:
@@ -229,9 +268,11 @@ class Spool:
             code = getattr(error, "sqlite_errorcode", None)
             if code == sqlite3.SQLITE_FULL:
                 raise OSError(errno.ENOSPC, "no space left", str(self._path)) from error
-            if code == sqlite3.SQLITE_NOTADB:
+            if code in _DAMAGED:
                 raise BadInputError(
-                    f"trajectory log {self._path}", expected="an SQLite file", found=str(error)
+                    f"trajectory log {self._path}",
+                    expected="a sound SQLite file of a gateway",
+                    found=str(error),
                 ) from None
             if code == sqlite3.SQLITE_CANTOPEN:
                 raise OSError(errno.EACCES, "cannot open", str(self._path)) from error

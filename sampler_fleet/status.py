@@ -17,6 +17,7 @@ from rich.text import Text
 
 from contracts import rpc
 from contracts.credentials import Credentials
+from contracts.errors import RetryError
 from contracts.pb import fleet_pb2, fleet_pb2_grpc
 
 _PHASE_STYLE = {"ready": "green", "draining": "yellow", "lost": "red"}
@@ -148,7 +149,11 @@ def show(
             return
         with Live(render(reply), console=console, auto_refresh=False, screen=True) as live:
             for _ in _ticks(every_seconds):
-                live.update(render(fetch(channel, address)), refresh=True)
+                try:
+                    reply, news = fetch(channel, address), Text("")
+                except RetryError as error:
+                    news = Text(f"! no news: {error}", style="bold red")
+                live.update(Group(render(reply), news), refresh=True)
 
 
 def _ticks(seconds: float) -> Iterator[None]:

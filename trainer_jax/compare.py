@@ -29,8 +29,12 @@ def read_summary(directory: Path) -> dict[str, Any]:
         ) from None
     except json.JSONDecodeError as error:
         raise BadInputError(str(path), expected="JSON", found=error) from None
-    if not isinstance(summary, dict) or "groups" not in summary:
-        raise BadInputError(str(path), expected="the summary of a run", found="something else")
+    try:
+        comparison({"": summary})
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise BadInputError(
+            str(path), expected="the summary of a run", found="something else"
+        ) from None
     return summary
 
 

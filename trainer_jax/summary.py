@@ -112,8 +112,9 @@ def group_rows(
 
 def cost_of(records: Sequence[Record], sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What the samplers of all groups held until the last update: GPU-hours and dollars, in all,
-    per update and by group. The gateway's account is of the whole run; dollars are null where a
-    group has no price."""
+    per update and by group. The gateway's account is of the whole run. Dollars are of the groups
+    that have a price; `unpriced` names the others that held something, and dollars are null where
+    that is all of them."""
     groups = {}
     for group in sections.get("fleet", {}).get("groups", []):
         name = group["name"]
@@ -130,13 +131,15 @@ def cost_of(records: Sequence[Record], sections: Mapping[str, Mapping[str, Any]]
         }
     updates = max((record["step"] for record in records), default=0)
     gpu_hours = sum(group["gpu_hours"] for group in groups.values())
-    priced = [group["dollars"] for group in groups.values()]
-    dollars = None if None in priced else sum(priced)
+    priced = [g["dollars"] for g in groups.values() if g["dollars"] is not None]
+    dollars = sum(priced) if priced else None
+    unpriced = [n for n, g in groups.items() if g["gpu_hours"] and g["dollars"] is None]
     return {
         "gpu_hours": gpu_hours,
         "dollars": dollars,
         "gpu_hours_per_update": _ratio(gpu_hours, updates),
         "dollars_per_update": None if dollars is None else _ratio(dollars, updates),
+        "unpriced": unpriced,
         "groups": groups,
     }
 
@@ -224,10 +227,9 @@ def cost_sentence(cost: Mapping[str, Any]) -> str:
     if (hours := cost["gpu_hours_per_update"]) is not None:
         text += f", {number(hours, 5)} per update"
     if cost["dollars"] is None:
-        return text + "; no prices for all groups"
-    return (
-        text + f"; {cost['dollars']:,.2f} $, {number(cost['dollars_per_update'], 4)} $ per update"
-    )
+        return text + "; no prices"
+    text += f"; {cost['dollars']:,.2f} $, {number(cost['dollars_per_update'], 4)} $ per update"
+    return text + (f", without {', '.join(cost['unpriced'])}" if cost["unpriced"] else "")
 
 
 def percent(share: float | None, digits: int = 0) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -151,7 +152,7 @@ def test_two_gateways_cannot_share_a_log(tmp_path):
 
 def test_a_file_that_is_no_log_is_refused(tmp_path):
     (tmp_path / "groups.sqlite").write_text("something else" * 100)
-    with pytest.raises(BadInputError, match="expected an SQLite file"):
+    with pytest.raises(BadInputError, match="expected a sound SQLite file"):
         Spool(tmp_path / "groups.sqlite")
 
 
@@ -163,3 +164,51 @@ async def test_a_follower_of_a_log_that_closes_is_told(tmp_path):
     with pytest.raises(RetryError, match="being closed"):
         await asyncio.wait_for(reader, 5)
     spool.close()
+
+
+def damaged(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[4096 * 2 : 4096 * 4] = b"x" * 4096 * 2
+    path.write_bytes(data)
+
+
+def of_other_tables(path: Path) -> None:
+    path.unlink()
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE counters (something TEXT)")
+    db.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        damaged,
+        of_other_tables,
+        lambda path: path.write_text("no database at all, " * 100),
+        lambda path: path.write_bytes(path.read_bytes()[:5000]),
+    ],
+)
+async def test_a_damaged_log_is_refused_in_a_sentence(tmp_path, change):
+    path = tmp_path / "groups.sqlite"
+    spool = Spool(path)
+    for index in range(40):
+        await spool.append("t", [make_trajectory(f"s{index}")])
+        spool.next_prompt()
+    spool.close()
+    change(path)
+    with pytest.raises(BadInputError, match=r"trajectory log .*: expected"):
+        spool = Spool(path)
+        try:
+            await take(spool, 0, 40)
+        finally:
+            spool.close()
+    Spool(tmp_path / "new" / "groups.sqlite").close()
+
+
+def test_another_runs_log_is_refused(tmp_path):
+    path = tmp_path / "groups.sqlite"
+    Spool(path, owner="model a").close()
+    Spool(path, owner="model a").close()
+    with pytest.raises(BadInputError, match="expected one of model b, found one of model a"):
+        Spool(path, owner="model b")
+    Spool(path, owner="model a").close()

@@ -123,14 +123,17 @@ def test_what_the_samplers_cost():
     cost = summary_of([record(1, **costs, **unpriced), record(2), {"step": 3}])["cost"]
     assert cost["gpu_hours"] == 3.5
     assert cost["gpu_hours_per_update"] == pytest.approx(3.5 / 3)
-    assert cost["dollars"] is None, "the evaluation group has no price"
+    assert (cost["dollars"], cost["unpriced"]) == (9.5, ["eval"])
+    assert cost_sentence(cost).endswith("9.50 $, 3.1667 $ per update, without eval")
     assert cost["groups"]["fast"] == {"gpu_hours": 2.0, "dollars": 8.0}
     priced = summary_of([record(1, **costs, **unpriced, **{"group/eval/dollars": 0.5})])["cost"]
     assert (priced["dollars"], priced["dollars_per_update"]) == (10.0, 10.0)
     assert cost_sentence(priced) == (
         "samplers: 3.500 accelerator-hours, 3.50000 per update; 10.00 $, 10.0000 $ per update"
     )
-    assert cost_sentence(summary_of([])["cost"]).startswith("samplers: 0 accelerator-hours; no")
+    assert cost_sentence(summary_of([])["cost"]).startswith(
+        "samplers: 0 accelerator-hours; no prices"
+    )
 
 
 def test_runs_are_compared_by_what_they_learned_and_cost(tmp_path, capsys):
@@ -150,9 +153,11 @@ def test_runs_are_compared_by_what_they_learned_and_cost(tmp_path, capsys):
     ]
     with pytest.raises(BadInputError, match=r"expected summary\.json, found none"):
         compare_runs([tmp_path], console)
-    (tmp_path / "summary.json").write_text("{}")
-    with pytest.raises(BadInputError, match="expected the summary of a run"):
-        compare_runs([tmp_path], console)
+    whole = json.loads((tmp_path / "mixed" / "summary.json").read_text())
+    for summary in ({}, [], whole | {"heldout": None}, whole | {"cost": "dear"}):
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        with pytest.raises(BadInputError, match="expected the summary of a run"):
+            compare_runs([tmp_path], console)
 
 
 def write_run(directory, records, **evaluations):
