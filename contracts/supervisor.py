@@ -64,6 +64,7 @@ class _Child:
     process: subprocess.Popen[bytes]
     started: float
     num_failures: int = 0
+    error: Exception | None = None  # it was given up, until it has lived for long
     restart_at: float | None = field(default=None)
     kill_at: float | None = field(default=None)  # it was told to end
 
@@ -77,7 +78,10 @@ class _Child:
 class Supervisor:
     """Keeps services running until `stop`; one that ends is started again after a pause.
 
-    Bad input (exit status 2) and a service that keeps dying are not restarted: `check` raises.
+    Bad input (exit status 2) and a service that keeps dying give it up: `check` raises, and nothing
+    is restarted from then on. With `retry_s` nobody else is held up by it: `errors` says so, and it
+    is tried again every so many seconds.
+
     Every process is started by one thread, which lives as long as the supervisor, because Linux
     ends a child with the thread that started it.
     """
@@ -88,6 +92,7 @@ class Supervisor:
         *,
         nice: Mapping[str, int],
         inherit: Sequence[int] = (),
+        retry_s: float | None = None,
         on_restart: Callable[[str], None] = log.warning,
     ) -> None:
         """Logs go to `directory`/logs/<name>.log; file descriptors `inherit` stay open in all.
@@ -96,6 +101,7 @@ class Supervisor:
         """
         self._nice = dict(nice)
         self._inherit = tuple(inherit)
+        self._retry_s = retry_s
         self._logs = directory / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._on_restart = on_restart
@@ -119,6 +125,11 @@ class Supervisor:
         """Raises what keeps a service from running: BadInputError or DirtyProcessError."""
         if self._error:
             raise self._error
+
+    def errors(self) -> dict[str, Exception]:
+        """What keeps services from running that are tried again, by name."""
+        with self._lock:
+            return {name: child.error for name, child in self._children.items() if child.error}
 
     def wait_until(self, ready: Callable[[], bool], *, what: str, timeout_s: float) -> None:
         """Polls `ready` while the services live.
@@ -197,32 +208,42 @@ class Supervisor:
             elif now >= child.kill_at:
                 child.process.kill()
             return
+        if status is None and now - child.started > STEADY_S:
+            child.error = None
         if status is None or self._error:
             return
         if child.restart_at is None:
             child.num_failures = 0 if now - child.started > STEADY_S else child.num_failures
             child.num_failures += 1
             delay = restart_delay(child.num_failures)
-            if status == BAD_INPUT_STATUS:
-                self._error = BadInputError(
-                    f"service {service.name}",
-                    expected="input it accepts",
-                    found=_last_line(self._logs / f"{service.name}.log"),
-                )
-                return
+            said = f"{service.name} ended (status {status})"
+            if status == BAD_INPUT_STATUS or delay is None:
+                child.error = self._why(child, status)
+                said, delay = str(child.error), self._retry_s
             if delay is None:
-                self._error = DirtyProcessError(
-                    f"{service.name} died {child.num_failures} times in a row (status {status}); "
-                    f"see {self._logs / service.name}.log"
-                )
+                self._error = child.error
                 return
             child.restart_at = now + delay
-            self._on_restart(f"{service.name} ended (status {status}); restarting in {delay:.1f} s")
+            self._on_restart(f"{said}; restarting in {delay:.1f} s")
         if now >= child.restart_at:
             self.restarts[service.kind] += 1
-            self._launch(service, num_failures=child.num_failures)
+            self._launch(service, num_failures=child.num_failures, error=child.error)
 
-    def _launch(self, service: Service, *, num_failures: int) -> None:
+    def _why(self, child: _Child, status: int) -> Exception:
+        """What is said of a service that is given up."""
+        name = child.service.name
+        log_file = self._logs / f"{name}.log"
+        if status == BAD_INPUT_STATUS:
+            return BadInputError(
+                f"service {name}", expected="input it accepts", found=_last_line(log_file)
+            )
+        return DirtyProcessError(
+            f"{name} died {child.num_failures} times in a row (status {status}); see {log_file}"
+        )
+
+    def _launch(
+        self, service: Service, *, num_failures: int, error: Exception | None = None
+    ) -> None:
         nice = str(self._nice[service.kind])
         launcher = (sys.executable, "-S", "-c", _LAUNCH, str(os.getpid()), nice)
         with (self._logs / f"{service.name}.log").open("ab") as output:
@@ -242,6 +263,7 @@ class Supervisor:
             process=process,
             started=time.monotonic(),
             num_failures=num_failures,
+            error=error,
         )
 
 

@@ -12,14 +12,16 @@ Two steps. How many sessions are wanted at once is the smallest of
     freshness  work * staleness_limit / staleness - backlog, Little's law again: staleness grows
                with the work in progress, sessions and backlog, that a trajectory found at its start
 
-and the cheapest places for them are filled first, by the price of one session's place.
+and the cheapest places for them are filled first, by the price of one session's place. What is
+given up goes by the most demand of lately: a pause is not the end of it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from contracts.types import Purpose
 from sampler_fleet.config import AutoscalerConfig, FleetConfig, GroupConfig
@@ -39,11 +41,15 @@ class Demand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadySampler:
-    """A sampler that takes turns now, as the registry and the router know it."""
+class SeenSampler:
+    """A sampler as the registry and the router know it.
+
+    One that drains or is lost is not ready, and may have sessions that wait for another.
+    """
 
     num_sessions: int
-    kv_used_fraction: float
+    kv_used_fraction: float = 0.0
+    is_ready: bool = True  # takes turns now
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +63,8 @@ class GroupState:
     price: float | None  # dollars per sampler and hour, now; None is dearer than any
     num_target: int  # samplers asked for
     num_ready: int
-    num_sessions: int = 0
-    kv_used_fraction: float = 0.0  # mean over its samplers
+    num_sessions: int = 0  # also of samplers that are not ready
+    kv_used_fraction: float = 0.0  # mean over its ready samplers, from 0 to 1
     changed_at: float = -math.inf  # when the target last changed
     short_since: float | None = None  # since when fewer are ready than asked for
 
@@ -73,13 +79,21 @@ class FleetState:
 
     groups: tuple[GroupState, ...]
     demand: Demand
+    most_demanded: int = 0  # sessions that ran or were queued at some moment lately
+
+    @property
+    def num_demanded(self) -> int:
+        """Sessions that run, and those that would start if there were a place."""
+        return sum(group.num_sessions for group in self.groups) + self.demand.num_queued
 
 
-def sessions_wanted(state: FleetState, config: AutoscalerConfig) -> float:
-    """How many sessions should run at once; the module docstring has the formula."""
+def sessions_wanted(state: FleetState, config: AutoscalerConfig, *, num_demanded: int) -> float:
+    """How many sessions should run at once; the module docstring has the formula.
+
+    `num_demanded` is the demand, of now or of lately. What is not a number limits nothing.
+    """
     demand = state.demand
-    running = sum(group.num_sessions for group in state.groups)
-    wanted = float(running + demand.num_queued)
+    wanted = float(num_demanded)
     if demand.taken_per_second is not None and demand.session_seconds is not None:
         missing = (config.backlog_target - demand.backlog) / config.horizon_seconds
         wanted = min(wanted, demand.session_seconds * (demand.taken_per_second + missing))
@@ -95,9 +109,12 @@ def decide(state: FleetState, config: AutoscalerConfig, now: float) -> dict[str,
 
     What is added starts before what it replaces goes: a group gives up samplers only while the
     ready ones that remain have places for the sessions wanted and the headroom. A group with
-    sessions keeps one sampler, since a session stays in its group. Bounds go before all else.
+    sessions keeps one sampler, since a session stays in its group. One that waits for samplers it
+    asked for gives up none for `start_seconds`. Bounds go before all else.
     """
-    wanted = sessions_wanted(state, config)
+    wanted = sessions_wanted(state, config, num_demanded=state.num_demanded)
+    most = max(state.num_demanded, state.most_demanded)
+    lately = sessions_wanted(state, config, num_demanded=most)
     places = {group.name: group.places(config.kv_limit) for group in state.groups}
     overdue = {group.name for group in state.groups if _is_overdue(group, config, now)}
     by_price = sorted(state.groups, key=lambda group: _price_of_place(group, places[group.name]))
@@ -117,7 +134,7 @@ def decide(state: FleetState, config: AutoscalerConfig, now: float) -> dict[str,
         num = math.ceil(missing / places[group.name] - 1e-9)
         targets[group.name] = high if group.name in overdue else min(high, low + num)
         missing -= counted(group, targets[group.name]) - counted(group, low)
-    spare = sum(g.num_ready * places[g.name] for g in by_price) - wanted * (1 + config.headroom)
+    spare = sum(g.num_ready * places[g.name] for g in by_price) - lately * (1 + config.headroom)
     for group in reversed(by_price):  # the dearest goes first
         low, high = bounds[group.name]
         can_go = max(0, math.floor(spare / places[group.name] + 1e-9))
@@ -133,7 +150,7 @@ def _bounds(
     """The fewest and the most samplers this decision may give a group."""
     since = now - group.changed_at
     low = max(group.min_samplers, 1 if group.num_sessions else 0)
-    if since < config.cooldown_down_seconds:
+    if since < config.cooldown_down_seconds or _is_starting(group, config, now):
         low = max(low, group.num_target)
     low = min(low, group.max_samplers)
     high = group.max_samplers
@@ -146,40 +163,52 @@ def _is_overdue(group: GroupState, config: AutoscalerConfig, now: float) -> bool
     return group.short_since is not None and now - group.short_since > config.start_seconds
 
 
+def _is_starting(group: GroupState, config: AutoscalerConfig, now: float) -> bool:
+    """Samplers that were asked for may be on their way still, or on their way back."""
+    if group.short_since is None:
+        return False
+    return now - max(group.short_since, group.changed_at) <= config.start_seconds
+
+
 def _price_of_place(group: GroupState, places: float) -> tuple[bool, float]:
     """Dollars per session and hour; groups without a price come last, in the file's order."""
     return (group.price is None, (group.price or 0.0) / places)
 
 
 class Autoscaler:
-    """Remembers each group's target, when it changed, since when it is short; applies `decide`."""
+    """Applies `decide` and remembers what it goes by: each group's target, when it changed and
+    since when it is short, and the demand of the last `cooldown_down_seconds`."""
 
-    def __init__(self, config: AutoscalerConfig, groups: Sequence[GroupConfig]) -> None:
+    def __init__(
+        self, config: AutoscalerConfig, groups: Sequence[GroupConfig], *, now: float
+    ) -> None:
+        """Cooldowns count from `now`: what was before isn't known."""
         self.config = config
         self.targets = {group.name: group.samplers for group in groups}
-        self._changed_at = dict.fromkeys(self.targets, -math.inf)
+        self._changed_at = dict.fromkeys(self.targets, now)
         self._short_since: dict[str, float] = {}
+        self._demanded: deque[tuple[float, int]] = deque()  # when, sessions
 
     def step(
         self,
         *,
         fleet: FleetConfig,
-        ready: Mapping[str, Sequence[ReadySampler]],
+        samplers: Mapping[str, Sequence[SeenSampler]],
         demand: Demand,
         now: float,
         now_utc: float,
     ) -> dict[str, int]:
         """The groups whose target changed, and the new one.
 
-        `fleet` may differ from the last step's in bounds and prices. `ready` is by group. Prices
+        `fleet` may differ from the last step's in bounds and prices. `samplers` is by group. Prices
         are dated: they are looked up at `now_utc`, POSIX seconds. Demand is for training: groups
         of another purpose have `samplers`, as the run file says.
         """
         groups = [group for group in fleet.groups if group.purpose == Purpose.TRAIN]
-        self._note_shortage({group.name: len(ready[group.name]) for group in groups}, now)
+        ready = {g.name: [s for s in samplers[g.name] if s.is_ready] for g in groups}
+        self._note_shortage({name: len(found) for name, found in ready.items()}, now)
         states = []
         for group in groups:
-            samplers = ready[group.name]
             price = price_at(fleet.prices_of(group), now_utc)
             low, high = group.bounds
             states.append(
@@ -190,19 +219,26 @@ class Autoscaler:
                     max_sessions=group.max_sessions,
                     price=price.per_hour * group.num_accelerators if price else None,
                     num_target=self.targets[group.name],
-                    num_ready=len(samplers),
-                    num_sessions=sum(sampler.num_sessions for sampler in samplers),
-                    kv_used_fraction=_mean([sampler.kv_used_fraction for sampler in samplers]),
+                    num_ready=len(ready[group.name]),
+                    num_sessions=sum(sampler.num_sessions for sampler in samplers[group.name]),
+                    kv_used_fraction=_mean_kv(ready[group.name]),
                     changed_at=self._changed_at[group.name],
                     short_since=self._short_since.get(group.name),
                 )
             )
-        decided = decide(FleetState(groups=tuple(states), demand=demand), self.config, now)
+        state = FleetState(groups=tuple(states), demand=demand)
+        state = replace(state, most_demanded=self._most_demanded(state.num_demanded, now))
+        decided = decide(state, self.config, now)
         decided |= {g.name: g.samplers for g in fleet.groups if g.purpose != Purpose.TRAIN}
         changed = {name: num for name, num in decided.items() if num != self.targets[name]}
         self.targets |= changed
         self._changed_at |= dict.fromkeys(changed, now)
         return changed
+
+    def be_patient(self) -> None:
+        """The gateway started anew and knows nobody yet: samplers have `start_seconds` from the
+        next step on to be back."""
+        self._short_since.clear()
 
     def _note_shortage(self, num_ready: Mapping[str, int], now: float) -> None:
         for name, num in num_ready.items():
@@ -211,6 +247,15 @@ class Autoscaler:
             else:
                 self._short_since.setdefault(name, now)
 
+    def _most_demanded(self, num: int, now: float) -> int:
+        """The most sessions demanded within `cooldown_down_seconds`; `num` are those of now."""
+        self._demanded.append((now, num))
+        while now - self._demanded[0][0] > self.config.cooldown_down_seconds:
+            self._demanded.popleft()
+        return max(num for _, num in self._demanded)
 
-def _mean(values: Collection[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+
+def _mean_kv(samplers: Collection[SeenSampler]) -> float:
+    """Of the readings that are numbers, each as a part from 0 to 1; 0 without any."""
+    read = [s.kv_used_fraction for s in samplers if math.isfinite(s.kv_used_fraction)]
+    return sum(min(max(kv, 0.0), 1.0) for kv in read) / len(read) if read else 0.0

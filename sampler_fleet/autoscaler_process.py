@@ -30,7 +30,9 @@ async def run_autoscaler(
     """Scales until SIGTERM, then drains what it started. `join_options` are for its samplers.
 
     Raises:
-        BadInputError, AuthError, DirtyProcessError: what no later step would mend.
+        BadInputError: a run file or directory of no use; nobody could start a sampler of any
+            group.
+        AuthError: the gateway refuses the token.
     """
     settings = LiveSettings(config, state_dir / "config.json")
     providers = make_providers(settings.fleet, state_dir, join_options)

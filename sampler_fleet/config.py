@@ -17,10 +17,10 @@ from pydantic import Field, field_validator, model_validator
 from contracts.errors import BadInputError
 from contracts.runfile import Section, read_resolved, validate_section
 from contracts.types import KvFormat, Purpose, SamplingParams, WeightFormat
-from sampler_fleet.cost import Price
+from sampler_fleet.cost import Prices
 from sampler_fleet.episodes.agent import AgentConfig, EpisodeLimits
+from sampler_fleet.episodes.containers.launch import SandboxConfig
 from sampler_fleet.episodes.grading import GradingLimits
-from sampler_fleet.episodes.sandbox import SandboxLimits
 from sampler_fleet.providers.modal_config import ModalConfig, ModalGroupConfig
 
 
@@ -52,7 +52,7 @@ class GroupConfig(Section):
     max_samplers: int | None = Field(default=None, ge=0)
     provider: Literal["local", "modal"] = "local"  # who starts and stops its samplers
     num_accelerators: int = Field(default=1, ge=1)  # of one sampler
-    price_per_hour: tuple[Price, ...] = ()
+    price_per_hour: Prices = ()
     max_sessions: int = Field(default=16, ge=1)
     capacity: float | Literal["measured"] = 1.0
     split_k: int = Field(default=1, ge=1)
@@ -60,10 +60,11 @@ class GroupConfig(Section):
     sglang: SglangConfig = SglangConfig()
     modal: ModalGroupConfig = ModalGroupConfig()
 
-    @field_validator("capacity")
+    @field_validator("capacity", mode="before")
     @classmethod
-    def _is_positive(cls, capacity: float | str) -> float | str:
-        if isinstance(capacity, float) and not 0 < capacity < math.inf:
+    def _is_positive(cls, capacity: object) -> object:
+        is_number = isinstance(capacity, int | float) and 0 < capacity < math.inf
+        if not is_number and capacity != "measured":
             raise ValueError('a number above 0, or "measured"')
         return capacity
 
@@ -88,7 +89,7 @@ class FleetConfig(Section):
     """[fleet]: the groups, and how long anybody waits for anybody."""
 
     groups: tuple[GroupConfig, ...] = Field(min_length=1)
-    prices: dict[str, tuple[Price, ...]] = Field(default={})  # by accelerator
+    prices: dict[str, Prices] = Field(default={})  # by accelerator
     modal: ModalConfig = ModalConfig()
     max_context_tokens: int = Field(default=4096, ge=16)
     heartbeat_seconds: float = Field(default=1.0, gt=0)
@@ -111,8 +112,17 @@ class FleetConfig(Section):
             capacities = [g.capacity for g in self.groups if g.purpose == purpose]
             if 0 < capacities.count("measured") < len(capacities):
                 raise ValueError(f"capacity measured in all {purpose} groups or in none")
+            if "measured" in capacities and not self.measure_seconds:
+                raise ValueError("measure_seconds above 0 where capacity is measured")
         if self.lease_seconds < 2 * self.heartbeat_seconds:
             raise ValueError("lease_seconds of at least two heartbeats")
+        unpriced = [group.accelerator for group in self.groups if not self.prices_of(group)]
+        unused = self.prices.keys() - {group.accelerator for group in self.groups}
+        if unpriced and unused:  # a name may be misspelt; a base file's further prices do no harm
+            raise ValueError(
+                f"prices of accelerators that a group has, not {min(unused)}, "
+                f"while {min(unpriced)} has none"
+            )
         return self
 
     def group(self, name: str) -> GroupConfig:
@@ -167,7 +177,7 @@ class EpisodesConfig(Section):
 
     agent: AgentConfig = AgentConfig()
     limits: EpisodeLimits = EpisodeLimits()
-    sandbox: SandboxLimits = SandboxLimits()
+    sandbox: SandboxConfig = SandboxConfig()
     grading: GradingLimits = GradingLimits()
     group_size: int = Field(default=8, ge=2)  # G, samples per prompt
     max_concurrent: int = Field(default=32, ge=1)

@@ -10,17 +10,19 @@ from the moment a sampler is asked for (providers bill while it loads) until it 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, field_validator
+from pydantic import AfterValidator, Field, TypeAdapter, field_validator
 
 from contracts.errors import BadInputError
 from contracts.runfile import Section
 
 HOUR_S = 3600.0
+LAST_S = 253_402_300_800.0  # the end of the year 9999: later is no date
 
 
 class Price(Section):
@@ -36,10 +38,31 @@ class Price(Section):
         return since.astimezone(UTC) if since.tzinfo else since.replace(tzinfo=UTC)
 
 
+def _of_different_moments(prices: tuple[Price, ...]) -> tuple[Price, ...]:
+    moment, num = Counter(p.since for p in prices).most_common(1)[0] if prices else (None, 0)
+    if num > 1:
+        raise ValueError(f"one price from each moment on, not {num} since {moment:%Y-%m-%d %H:%M}")
+    return prices
+
+
+Prices = Annotated[tuple[Price, ...], AfterValidator(_of_different_moments)]
+
+
 def price_at(prices: Sequence[Price], now: float) -> Price | None:
     """The newest price that is in force; None before the first."""
     in_force = [price for price in prices if price.since.timestamp() <= now]
     return max(in_force, key=lambda price: price.since, default=None)
+
+
+def check_in_force(prices: Sequence[Price], now: float, *, table: str = "price table") -> None:
+    """BadInputError when `now` lies before the first price; `table` says whose prices they are."""
+    if price_at(prices, now) is None:
+        first = min((price.since.date().isoformat() for price in prices), default="never")
+        raise BadInputError(
+            table,
+            expected=f"a price in force on {datetime.fromtimestamp(now, UTC):%Y-%m-%d}",
+            found=f"the first since {first}",
+        )
 
 
 def dollars(prices: Sequence[Price], start: float, end: float, num_accelerators: int) -> float:
@@ -48,13 +71,7 @@ def dollars(prices: Sequence[Price], start: float, end: float, num_accelerators:
     Raises:
         BadInputError: `start` lies before the first price.
     """
-    if price_at(prices, start) is None:
-        first = min((price.since.date().isoformat() for price in prices), default="never")
-        raise BadInputError(
-            "price table",
-            expected=f"a price in force on {datetime.fromtimestamp(start, UTC):%Y-%m-%d}",
-            found=f"the first since {first}",
-        )
+    check_in_force(prices, start)
     changes = sorted(t for price in prices if start < (t := price.since.timestamp()) < end)
     edges = [start, *changes, end]
     total = 0.0
@@ -94,10 +111,10 @@ class _Account:
 
 
 class _Saved(Section):
-    num_accelerators: int
-    since: float
-    gpu_seconds: float
-    dollars: float
+    num_accelerators: int = Field(ge=0)
+    since: float = Field(ge=0, lt=LAST_S)
+    gpu_seconds: float = Field(ge=0, allow_inf_nan=False)
+    dollars: float = Field(ge=0, allow_inf_nan=False)
     prices: tuple[Price, ...]
 
 
@@ -142,6 +159,16 @@ class CostMeter:
         for group, saved in _STATE.validate_python(state).items():
             self._accounts[group] = _Account(**saved.model_dump(exclude={"prices"}))
             self.prices.setdefault(group, saved.prices)
+
+    def release(self, now: float, *, most_s: float) -> None:
+        """Nothing is held any more; what was counts until now, for at most so many seconds.
+
+        Raises:
+            BadInputError: that was before the first price.
+        """
+        for group, account in self._accounts.items():
+            until = min(now, account.since + most_s)
+            self.hold(group, 0, until)
 
     def _read(self, group: str, now: float) -> Cost:
         account = self._settle(group, now)

@@ -73,17 +73,12 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
     most = episodes.max_concurrent + episodes.max_concurrent_evaluation
     sandboxes = SandboxPool(episodes.num_sandboxes or most, episodes.sandbox)
     examination_rooms = SandboxPool(episodes.num_graders, episodes.sandbox)
-    containers = ContainerPool(episodes.sandbox, episodes.num_sandboxes or most)
-    containers_for_grading = ContainerPool(episodes.sandbox, episodes.num_graders)
+    num_containers = (episodes.num_sandboxes or most) + episodes.num_graders
+    containers = ContainerPool(episodes.sandbox, num_containers)
     owner = f"model {identity.model_fingerprint} and tokenizer {identity.tokenizer_fingerprint}"
     spool = Spool(state_dir / "groups.sqlite", owner=owner)
     chat = episodes.agent.load_chat(checkpoint)
-    grader = PlacesGrader(
-        examination_rooms,
-        episodes.grading,
-        containers=containers_for_grading,
-        container_limits=episodes.sandbox.containers,
-    )
+    grader = PlacesGrader(examination_rooms, episodes.grading, containers=containers)
     producer = _producer(settings, chat, fleet, Places(sandboxes, containers), grader, spool)
     groups = _openai_groups(settings, chat, fleet, spool, producer)
     try:
@@ -126,7 +121,6 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
         await sandboxes.close()
         await examination_rooms.close()
         await containers.close()
-        await containers_for_grading.close()
         spool.close()
 
 

@@ -4,22 +4,26 @@ Owns which accelerators are held now and the file the account is kept in. Prices
 are `cost.py`'s. Must not read a clock.
 
 A group holds the larger of the samplers that are connected and those its provider says it holds:
-providers bill while a sampler loads. While the gateway is away the account runs on with what was
-held last.
+providers bill while a sampler loads. A gateway that is told to end writes that nothing is held. One
+that was killed held on for `lease_seconds` at most: samplers that lived are back by then, and
+nobody saw what a longer absence cost.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from contracts.errors import BadInputError
 from contracts.files import replacing
 from sampler_fleet.config import FleetConfig
-from sampler_fleet.cost import Cost, CostMeter, Price, dollars
+from sampler_fleet.cost import Cost, CostMeter, Price, check_in_force
 from sampler_fleet.registry import Sampler, SamplerPhase
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
@@ -32,14 +36,17 @@ class Metering:
         """`path` keeps the account.
 
         Raises:
-            BadInputError: `path` holds something else, or a price table begins in the future.
+            BadInputError: `path` holds something else, or what was held then had no price yet; a
+                price table begins in the future.
         """
         self._config = config
         self._path = path
         self._meter = CostMeter({g.name: config.prices_of(g) for g in config.groups})
-        for prices in self._meter.prices.values():
+        self._lock = threading.Lock()  # of the file
+        self._is_closed = False
+        for group, prices in self._meter.prices.items():
             if prices:
-                dollars(prices, now, now, 0)
+                check_in_force(prices, now, table=f"run file, prices of group {group}")
         if path and path.exists():
             try:
                 self._meter.restore(json.loads(path.read_text()))
@@ -49,11 +56,20 @@ class Metering:
                     expected="the JSON of a gateway",
                     found=str(error).partition("\n")[0],
                 ) from None
+            try:
+                self._meter.release(now, most_s=config.lease_seconds)
+            except BadInputError as error:
+                raise BadInputError(
+                    f"account of costs {path}",
+                    expected="prices in the run file that reach back to it, or another --state-dir",
+                    found=str(error),
+                ) from None
 
     def hold(self, samplers: Iterable[Sampler], held: Mapping[str, int], now: float) -> None:
         """From now on these are held: the live ones of `samplers`, or more, as providers say.
 
-        A sampler that told a price of its own is an account of its own.
+        A sampler that told a price of its own is an account of its own; what is no price of
+        anything is as if it were not told.
         """
         live: Counter[str] = Counter()
         accounts: Counter[str] = Counter(dict.fromkeys(self._meter.accounts, 0))
@@ -63,7 +79,7 @@ class Metering:
             group = self._config.group(sampler.info.group)
             live[group.name] += 1
             price = sampler.info.price_per_hour
-            if price is None:
+            if price is None or not 0 <= price < math.inf:
                 accounts[group.name] += group.num_accelerators
             else:
                 account = f"{group.name}/{sampler.sampler_id}"
@@ -93,9 +109,31 @@ class Metering:
         free = Cost(gpu_hours=0.0, dollars=0.0)
         return {group.name: costs.get(group.name, free) for group in self._config.groups}
 
+    def state(self, now: float) -> dict[str, Any]:
+        """The account, as JSON values that change no more."""
+        return self._meter.state(now)
+
+    def write(self, state: Mapping[str, Any]) -> None:
+        """Keeps a `state`, if there is a file. May run in another thread than all else."""
+        with self._lock:
+            if not self._is_closed:
+                self._replace(state)
+
     def save(self, now: float) -> None:
         """Writes the account, if it has a file."""
+        self.write(self.state(now))
+
+    def close(self, now: float) -> None:
+        """The run ends and its samplers with it: nothing is held from now on, and this is the last
+        that is written."""
+        self.hold((), {}, now)
+        state = self.state(now)
+        with self._lock:
+            self._is_closed = True
+            self._replace(state)
+
+    def _replace(self, state: Mapping[str, Any]) -> None:
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._path) as aside:
-                aside.write_text(json.dumps(self._meter.state(now)))
+                aside.write_text(json.dumps(state))

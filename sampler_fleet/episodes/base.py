@@ -59,11 +59,15 @@ class ExecResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A working tree as it stands. Paths are relative, as the sandbox's bytes decode."""
+    """A working tree as it stands. Paths are relative, as the sandbox's bytes decode.
+
+    Of a checkout, `files` and `special` have only what is new or changed since the start.
+    """
 
     files: dict[str, bytes]  # regular files
     special: tuple[str, ...]  # everything else that is no directory: links, pipes, unreadable files
     complete: bool  # False: the tree is larger than the sandbox's limits, and this is a part of it
+    deleted: tuple[str, ...] = ()  # of a checkout: files that are gone since the start
 
 
 class Sandbox(Protocol):

@@ -78,6 +78,11 @@ class Grader:
             )
         return exam.judge(result.output)
 
+    async def grade_fix(self, task: Task) -> Verdict:
+        """Grades the reference solution. Raises as `grade`."""
+        solution = Patch(changed=tree_bytes(task.fix), deleted=task.fix_deletes)
+        return await self.grade(task, solution)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Exam:

@@ -57,10 +57,10 @@ class Screened:
 
 
 def capture(start: Mapping[str, bytes], end: Snapshot) -> Patch:
-    """What happened between the tree as it was handed out and the tree as it is."""
+    """What happened between the tree as it was handed out (a checkout: {}) and as it is."""
     return Patch(
         changed={p: data for p, data in sorted(end.files.items()) if start.get(p) != data},
-        deleted=tuple(sorted(start.keys() - end.files.keys())),
+        deleted=tuple(sorted({*end.deleted, *(start.keys() - end.files.keys())})),
         special=tuple(sorted(end.special)),
         complete=end.complete,
     )

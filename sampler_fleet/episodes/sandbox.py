@@ -1,7 +1,8 @@
 """Sandboxes on this machine, by bubblewrap: no network, a read-only system, limits, no survivors.
 
-Owns what is mounted and limited, how a sandbox starts and ends, and the pool. The working tree is a tmpfs inside: the host never opens a path that the policy can write, and
-when the last process is gone nothing is left. Must not know what commands mean.
+Owns what is mounted and limited, how a sandbox starts and ends, and the pool. The working tree is a
+tmpfs inside: the host never opens a path that the policy can write, and when the last process is
+gone nothing is left. Must not know what commands mean.
 
 As root, each slot runs under a uid of its own, so that the kernel counts its processes apart.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import chain
 from typing import Any, Protocol
 
 from sampler_fleet.episodes.base import ExecResult, SandboxError, Snapshot
@@ -30,6 +31,10 @@ class Writer(Protocol):
     def write(self, data: bytes, /) -> None: ...
 
     async def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def wait_closed(self) -> None: ...
 
 
 class Supervised:
@@ -67,11 +72,12 @@ class Supervised:
         await self.ask("write", encode_path(path), data)
 
     async def snapshot(self) -> Snapshot:
-        files, special, complete = await self.ask("snapshot")
+        files, special, complete, *deleted = await self.ask("snapshot")
         return Snapshot(
             files={decode_path(path): data for path, data in files.items()},
             special=tuple(decode_path(path) for path in special),
             complete=complete,
+            deleted=tuple(decode_path(path) for path in chain(*deleted)),
         )
 
     async def ask(self, *request: Any, timeout_s: float = GRACE_S) -> Any:

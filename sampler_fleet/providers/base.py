@@ -16,7 +16,8 @@ class Provider(Protocol):
 
         Raises:
             RetryError: the provider is away or refuses for now; asked again later.
-            BadInputError, DirtyProcessError: it will never have them; the autoscaler ends.
+            BadInputError, DirtyProcessError: somebody has to mend the group; asked again later,
+                and the other groups go on.
         """
         ...
 

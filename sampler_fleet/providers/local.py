@@ -17,16 +17,20 @@ from contracts.supervisor import STOP_S, Service, Supervisor
 from sampler_fleet.providers.base import Provider
 
 NICE = {"sampler": 8}  # the trainer's updates are what everything waits for
+RETRY_S = 60.0  # for a sampler that refuses its input or keeps dying
 LOCK_WAIT_S = 20.0  # samplers of a killed process need a moment to end
 
 
 class LocalProvider(Provider):
     """`sampler_fleet join` processes, named GROUP-0, GROUP-1, ... by the lowest free number.
 
-    The newest go first. One that was killed, or that left by itself, is started again.
+    The newest go first. One that was killed, or that left by itself, is started again; one that
+    refuses its input or keeps dying, every `retry_s`.
     """
 
-    def __init__(self, directory: Path, *, join: Sequence[str], drain_s: float) -> None:
+    def __init__(
+        self, directory: Path, *, join: Sequence[str], drain_s: float, retry_s: float = RETRY_S
+    ) -> None:
         """`join` is their command without group, id and state, `drain_s` the time they take to
         finish what runs. State and logs are kept under `directory`, which is locked until the
         last of them is gone: two processes of one id would share a cache.
@@ -46,11 +50,13 @@ class LocalProvider(Provider):
         self._directory = directory
         self._join = tuple(join)
         self._stop_s = drain_s + STOP_S
-        self._supervisor = Supervisor(directory, nice=NICE, inherit=(self._lock.fileno(),))
+        self._supervisor = Supervisor(
+            directory, nice=NICE, inherit=(self._lock.fileno(),), retry_s=retry_s
+        )
         self._wanted: dict[str, list[str]] = {}  # ids by group, the newest last
 
     async def scale(self, group: str, num: int) -> None:
-        self._supervisor.check()
+        """As the port says; the error is that of a group none of whose samplers can run."""
         wanted = self._wanted.setdefault(group, [])
         leaving, wanted[num:] = wanted[num:], []
         self._supervisor.end_services(leaving)
@@ -59,9 +65,11 @@ class LocalProvider(Provider):
         joining = list(itertools.islice(free, num - len(wanted)))
         self._supervisor.start([self._sampler(group, name) for name in joining])
         wanted += joining
+        errors = self._supervisor.errors()
+        if wanted and all(name in errors for name in wanted):
+            raise errors[wanted[0]].with_traceback(None)
 
     async def num_held(self, group: str) -> int:
-        self._supervisor.check()
         return sum(name.rpartition("-")[0] == group for name in self._supervisor.held())
 
     async def close(self) -> None:

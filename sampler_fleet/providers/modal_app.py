@@ -121,9 +121,15 @@ def gpu_of(group: GroupConfig) -> str | None:
     """A group's accelerators as Modal names them, like "H100!:2"; None without any.
 
     Raises:
-        BadInputError: no name is known, or more than one container can have.
+        BadInputError: no name is known, it holds a number, or more than one container can have.
     """
     name = group.modal.gpu
+    if ":" in name:
+        raise BadInputError(
+            f"run file, group {group.name}",
+            expected="modal.gpu without a number: num_accelerators is it",
+            found=name,
+        )
     if not name:
         found = GPUS.get(group.accelerator.lower().replace(" ", "-"))
         if found is None:

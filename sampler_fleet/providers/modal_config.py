@@ -14,6 +14,10 @@ from pydantic import Field
 from contracts.errors import BadInputError
 from contracts.runfile import Section
 
+# Modal names no limits, its servers do; no machine of eight accelerators has more than these.
+MAX_CPU = 512
+MAX_MEMORY_GIB = 4096
+
 Cloud = Literal["", "aws", "gcp", "oci", "auto"]
 
 
@@ -22,8 +26,8 @@ class ModalGroupConfig(Section):
 
     gpu: str = ""  # Modal's name for the accelerator, without a number
     image: str = ""
-    cpu: float = Field(default=8.0, gt=0, allow_inf_nan=False)  # cores reserved
-    memory_gib: float = Field(default=32.0, gt=0, allow_inf_nan=False)  # host memory reserved
+    cpu: float = Field(default=8.0, gt=0, le=MAX_CPU)  # cores reserved
+    memory_gib: float = Field(default=32.0, gt=0, le=MAX_MEMORY_GIB)  # host memory reserved
     regions: tuple[str, ...] = ()
     cloud: Cloud = ""
 

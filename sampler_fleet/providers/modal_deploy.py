@@ -18,9 +18,15 @@ from rich.table import Table
 
 from contracts.runfile import validate_section, write_resolved
 from sampler_fleet.config import FleetConfig, Settings, read_settings
-from sampler_fleet.cost import price_at
+from sampler_fleet.cost import check_in_force, price_at
 from sampler_fleet.providers.modal import explaining
-from sampler_fleet.providers.modal_app import ServerPlan, build_app, grace_seconds, plan_servers
+from sampler_fleet.providers.modal_app import (
+    GPUS,
+    ServerPlan,
+    build_app,
+    grace_seconds,
+    plan_servers,
+)
 from sampler_fleet.providers.modal_config import ModalConfig
 from sampler_fleet.providers.modal_container import REQUIRED_KEYS
 
@@ -48,7 +54,8 @@ def deploy(settings: Settings, console: Console, *, insecure: bool, dry_run: boo
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "run.json"
         write_resolved(record, settings.to_dict())
-        app = build_app(fleet, plans, record)
+        with _explaining(fleet.modal.app):
+            app = build_app(fleet, plans, record)
         if dry_run:
             console.print("Dry run: defined and checked here, nothing was sent to Modal.")
             return
@@ -72,7 +79,11 @@ def _explaining(app: str) -> AbstractContextManager[None]:
 def describe(
     fleet: FleetConfig, plans: Sequence[ServerPlan], console: Console, *, now: float
 ) -> None:
-    """A table of the groups, and what they have in common."""
+    """A table of the groups, and what they have in common.
+
+    Raises:
+        BadInputError: a group's prices begin in the future; the gateway would refuse them too.
+    """
     section = fleet.modal
     table = Table(title=f"Modal app {section.app}")
     for column in ("group", "GPU", "image", "host", "where"):
@@ -82,7 +93,9 @@ def describe(
     total, unpriced = 0.0, []
     for plan in plans:
         group = plan.group
-        price = price_at(fleet.prices_of(group), now)
+        if prices := fleet.prices_of(group):
+            check_in_force(prices, now, table=f"run file, prices of group {group.name}")
+        price = price_at(prices, now)
         each = price and price.per_hour * group.num_accelerators
         if each is None:
             unpriced.append(group.name)
@@ -112,5 +125,8 @@ def describe(
     }
     if unpriced:
         lines["no price"] = ", ".join(unpriced)
+    known = {gpu.name for gpu in GPUS.values()}
+    if unknown := sorted({p.group.modal.gpu for p in plans if p.group.modal.gpu} - known):
+        lines["unknown GPU"] = f"{', '.join(unknown)}: not checked here, Modal may refuse it"
     for name, value in lines.items():
         console.print(f"{name:>12}  {value}", highlight=False)

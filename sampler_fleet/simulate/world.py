@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sampler_fleet.autoscaler import Autoscaler, Demand, ReadySampler
+from sampler_fleet.autoscaler import Autoscaler, Demand, SeenSampler
 from sampler_fleet.config import FleetConfig
 from sampler_fleet.cost import Cost
 from sampler_fleet.simulate.machine import Session
@@ -67,7 +67,9 @@ class World:
         self._last_areas: dict[str, tuple[float, float]] = {}
         self._last_costs: dict[str, Cost] = {}
         self._autoscaler = (
-            Autoscaler(scenario.autoscaler, scenario.fleet.groups) if scenario.autoscaler else None
+            Autoscaler(scenario.autoscaler, scenario.fleet.groups, now=0.0)
+            if scenario.autoscaler
+            else None
         )
 
     def run(self) -> Result:
@@ -230,9 +232,9 @@ class World:
         lockstep, num_sessions = self._scenario.workload.lockstep, samplers.router.num_sessions
         changed = autoscaler.step(
             fleet=self._fleet,
-            ready={
+            samplers={
                 group.name: [
-                    ReadySampler(
+                    SeenSampler(
                         num_sessions=num_sessions[s.sampler_id] * lockstep,
                         kv_used_fraction=s.load.kv_used_fraction,
                     )

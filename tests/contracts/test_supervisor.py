@@ -73,6 +73,32 @@ def test_a_service_that_keeps_dying_is_given_up(supervisor, monkeypatch):
         supervisor.wait_until(lambda: False, what="it", timeout_s=20)
 
 
+@pytest.mark.parametrize("status", [1, 2])
+def test_with_retries_a_bad_service_holds_up_no_other(tmp_path, monkeypatch, status):
+    monkeypatch.setattr(supervising, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(supervising, "STEADY_S", 0.5)
+    said = []
+    supervisor = Supervisor(tmp_path, nice=NICE, retry_s=0.2, on_restart=said.append)
+    sound = tmp_path / "sound"
+    code = (
+        "import pathlib, sys, time\n"
+        f"if not pathlib.Path({str(sound)!r}).exists():\n"
+        f"    print('error: disk full'); sys.exit({status})\n"
+        "time.sleep(600)"
+    )
+    supervisor.start([service(code, "bad"), service(SLEEPER, "good")])
+    (error,) = wait_for(supervisor.errors).values()
+    assert isinstance(error, BadInputError if status == 2 else DirtyProcessError)
+    good = wait_for(lambda: supervisor.pids().get("good"))
+    os.kill(good, signal.SIGKILL)
+    wait_for(lambda: supervisor.pids().get("good", good) != good)
+    supervisor.check()
+    sound.touch()
+    wait_for(lambda: "bad" in supervisor.pids() and "bad" not in supervisor.errors())
+    supervisor.stop()
+    assert f"{error}; restarting in 0.2 s" in said
+
+
 def test_not_ready_in_time_is_an_error(supervisor):
     with pytest.raises(DirtyProcessError, match="the gateway is not ready"):
         supervisor.wait_until(lambda: False, what="the gateway", timeout_s=0.1)

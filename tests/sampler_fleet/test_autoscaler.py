@@ -14,7 +14,7 @@ from sampler_fleet.autoscaler import (
     Demand,
     FleetState,
     GroupState,
-    ReadySampler,
+    SeenSampler,
     decide,
     sessions_wanted,
 )
@@ -48,7 +48,7 @@ def groups(draw, name):
         price=draw(st.none() | st.floats(0, 20)),
         num_target=target,
         num_ready=ready,
-        num_sessions=draw(st.integers(0, 500)) if ready else 0,
+        num_sessions=draw(st.integers(0, 500)),
         kv_used_fraction=draw(st.floats(0, 1)),
         changed_at=NOW - draw(st.sampled_from([0.0, 30.0, 100.0, 5000.0, math.inf])),
         short_since=NOW - draw(st.sampled_from([1.0, 5000.0])) if ready < target else None,
@@ -65,9 +65,12 @@ demands = st.builds(
     work=st.none() | st.floats(0, 5000),
 )
 fleets = st.builds(
-    lambda groups, demand: FleetState(groups=tuple(groups), demand=demand),
+    lambda groups, demand, most: FleetState(
+        groups=tuple(groups), demand=demand, most_demanded=most
+    ),
     st.integers(1, 5).flatmap(lambda n: st.tuples(*[groups(f"g{i}") for i in range(n)])),
     demands,
+    st.integers(0, 3000),
 )
 configs = st.builds(
     AutoscalerConfig,
@@ -169,6 +172,24 @@ def test_a_group_whose_samplers_never_come_is_not_counted_on():
     assert late == {"cheap": 4, "dear": 4}, "still asked for, but others start"
 
 
+@given(fleet=fleets, config=configs)
+@settings(max_examples=400, deadline=None)
+def test_samplers_on_their_way_are_not_given_up(fleet, config):
+    decided = decide(fleet, config, NOW)
+    for g in fleet.groups:
+        asked_at = max(g.short_since or -math.inf, g.changed_at)
+        if g.num_ready < g.num_target and NOW - asked_at <= config.start_seconds:
+            assert decided[g.name] >= min(g.num_target, g.max_samplers)
+
+
+def test_what_is_given_up_goes_by_the_most_demand_of_lately():
+    paused = group(num_target=4, num_ready=4)
+    assert decide(replace(state(paused), most_demanded=25), CONFIG, NOW) == {"a": 3}
+    assert decide(replace(state(paused), most_demanded=0), CONFIG, NOW) == {"a": 0}
+    grown = replace(state(group(num_target=1, num_ready=1)), most_demanded=90)
+    assert decide(grown, CONFIG, NOW) == {"a": 1}, "the past asks for nothing"
+
+
 def test_a_full_kv_cache_asks_for_more_samplers():
     full = group(num_target=4, num_ready=4, num_sessions=40, kv_used_fraction=0.6)
     assert decide(state(full), CONFIG, NOW) == {"a": 4}
@@ -206,7 +227,8 @@ def test_new_bounds_hold_at_once():
 def test_sessions_wanted_by_hand(demand, wanted):
     config = AutoscalerConfig(staleness_limit=4.0)
     fleet = state(group(num_target=4, num_ready=4, num_sessions=40), **demand)
-    assert sessions_wanted(fleet, config) == pytest.approx(wanted)
+    found = sessions_wanted(fleet, config, num_demanded=fleet.num_demanded)
+    assert found == pytest.approx(wanted)
 
 
 def fleet_of(**training) -> FleetConfig:
@@ -215,30 +237,112 @@ def fleet_of(**training) -> FleetConfig:
     return FleetConfig.model_validate({"groups": [a, evaluation]})
 
 
+class Stepper:
+    """An autoscaler of a group "a" and what it is told; its cooldowns began at 0."""
+
+    def __init__(self, config: AutoscalerConfig = CONFIG, **training) -> None:
+        self.fleet = fleet_of(**{"min_samplers": 0, "max_samplers": 5} | training)
+        self.autoscaler = Autoscaler(config, self.fleet.groups, now=0.0)
+        self.samplers: list[SeenSampler] = []
+
+    def ready(self, *num_sessions: int) -> None:
+        self.samplers = [SeenSampler(num_sessions=num) for num in num_sessions]
+
+    def step(self, now: float, **demand) -> dict[str, int]:
+        return self.autoscaler.step(
+            fleet=self.fleet,
+            samplers={"a": self.samplers, "e": []},
+            demand=replace(QUIET, **demand),
+            now=now,
+            now_utc=0.0,
+        )
+
+
 def test_a_group_grows_at_once_and_shrinks_after_the_cooldown():
-    fleet = fleet_of(min_samplers=0, max_samplers=5)
-    autoscaler = Autoscaler(AutoscalerConfig(), fleet.groups)
-    ready: dict[str, list[ReadySampler]] = {"a": [], "e": []}
+    a = Stepper()
+    assert a.step(60.0, num_queued=31) == {"a": 4}
+    a.ready(10, 0, 0, 0)
+    assert a.step(659.0) == {}, "the cooldown is not over"
+    assert a.step(660.0) == {}, "31 were queued 600 s before"
+    assert a.step(661.0) == {"a": 2}, "of its ten sessions one may be the first of more"
+    a.ready(0, 0)
+    assert a.step(1260.0) == {} == a.step(1261.0)
+    assert a.step(1262.0) == {"a": 0}
 
-    def step(now: float, num_queued: int = 0) -> dict[str, int]:
-        demand = Demand(num_queued=num_queued, backlog=0)
-        return autoscaler.step(fleet=fleet, ready=ready, demand=demand, now=now, now_utc=0.0)
 
-    assert step(0.0, num_queued=31) == {"a": 4}
-    ready["a"] = [ReadySampler(num_sessions=10, kv_used_fraction=0.1)] * 4
-    assert step(599.0, num_queued=0) == {}, "the cooldown is not over"
-    ready["a"] = [ReadySampler(num_sessions=num, kv_used_fraction=0.1) for num in (1, 0, 0, 0)]
-    assert step(600.0) == {"a": 1}, "its session keeps one"
-    ready["a"] = [ReadySampler(num_sessions=0, kv_used_fraction=0.0)]
-    assert step(1200.0) == {"a": 0}
+def test_the_start_counts_as_a_change():
+    a = Stepper(samplers=3)
+    a.ready(0, 0, 0)
+    assert a.step(0.0, num_queued=50) == {} == a.step(59.0, num_queued=50)
+    assert a.step(60.0, num_queued=50) == {"a": 5}
+    idle = Stepper(samplers=3)
+    idle.ready(0, 0, 0)
+    assert idle.step(0.0) == {} == idle.step(599.0)
+    assert idle.step(600.0) == {"a": 0}
+
+
+def test_samplers_that_take_long_to_start_are_waited_for():
+    a = Stepper(AutoscalerConfig(cooldown_down_seconds=0.0), samplers=3)
+    assert a.step(0.0) == {} == a.step(900.0)
+    assert a.step(901.0) == {"a": 0}, "they never came"
+
+
+def test_samplers_that_a_new_gateway_does_not_know_yet_are_waited_for():
+    a = Stepper(samplers=3)
+    a.ready(5, 5)
+    a.step(0.0)
+    a.ready()
+    a.autoscaler.be_patient()  # one was missing for long
+    assert a.step(10_000.0) == {} == a.step(10_900.0)
+    a.ready(0, 0, 0)
+    assert a.step(10_901.0) == {"a": 0}, "all are back, and nobody wants them"
+
+
+def test_the_sessions_of_a_lost_sampler_keep_one():
+    a = Stepper(AutoscalerConfig(start_seconds=1.0), samplers=1)
+    a.ready(8)
+    assert a.step(0.0) == {}
+    a.samplers = [replace(a.samplers[0], is_ready=False)]
+    assert a.step(10_000.0) == {} == a.step(20_000.0)
+    a.ready()
+    assert a.step(30_000.0) == {"a": 0}
+
+
+def test_a_pause_shorter_than_the_cooldown_is_not_the_end_of_the_demand():
+    config = AutoscalerConfig(cooldown_up_seconds=0.0, cooldown_down_seconds=10.0, headroom=0.0)
+    a = Stepper(config, max_samplers=2)
+    targets = []
+    for second in range(60):
+        a.ready(*[0] * a.autoscaler.targets["a"])
+        a.step(float(second), num_queued=20 if second % 12 < 6 else 0)
+        targets.append(a.autoscaler.targets["a"])
+    assert targets == [2] * 60
+
+
+anything = st.floats() | st.none()
+
+
+@given(
+    kv=st.lists(st.floats(), max_size=3),
+    facts=st.tuples(anything, anything, anything, anything),
+    backlog=st.floats(),
+    num_queued=st.integers(-10, 2**31 - 1),
+)
+def test_any_reading_is_survived(kv, facts, backlog, num_queued):
+    a = Stepper(AutoscalerConfig(cooldown_up_seconds=0.0, staleness_limit=4.0))
+    a.samplers = [SeenSampler(num_sessions=1, kv_used_fraction=used) for used in kv]
+    names = ("taken_per_second", "session_seconds", "staleness", "work")
+    a.step(0.0, num_queued=num_queued, backlog=backlog, **dict(zip(names, facts, strict=True)))
+    assert 0 <= a.autoscaler.targets["a"] <= 5
 
 
 def test_an_evaluation_group_has_the_samplers_of_the_run_file_whatever_is_queued():
-    autoscaler = Autoscaler(AutoscalerConfig(), fleet_of().groups)
+    autoscaler = Autoscaler(AutoscalerConfig(), fleet_of().groups, now=-60.0)
     demand = Demand(num_queued=1000, backlog=0)
     for evaluators in (2, 3, 0):
         fleet = fleet_of(max_samplers=4)
         groups = [g.model_copy(update={"samplers": evaluators}) for g in fleet.groups[1:]]
         fleet = fleet.model_copy(update={"groups": (fleet.groups[0], *groups)})
-        autoscaler.step(fleet=fleet, ready={"a": [], "e": []}, demand=demand, now=0.0, now_utc=0.0)
+        samplers = {"a": [], "e": []}
+        autoscaler.step(fleet=fleet, samplers=samplers, demand=demand, now=0.0, now_utc=0.0)
         assert autoscaler.targets == {"a": 4, "e": evaluators}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from contracts.credentials import Credentials, Token
-from contracts.errors import AuthError, BadInputError, RetryError
+from contracts.errors import AuthError, BadInputError, DirtyProcessError, RetryError
 from contracts.pb import fleet_pb2, fleet_pb2_grpc
 from contracts.rpc import aio_channel, start_server
 from sampler_fleet.autoscaler import Demand
@@ -26,9 +26,13 @@ class FakeGateway(fleet_pb2_grpc.FleetServicer):
     """Says what the test put into `status`, keeps what was reported."""
 
     def __init__(self) -> None:
-        self.status = fleet_pb2.StatusReply()
+        self.status = fleet_pb2.StatusReply(seconds=1e9)
         self.reports: list[dict[str, tuple[int, int | None]]] = []
         self.num_asked = 0
+
+    def restart(self) -> None:
+        """It knows nobody."""
+        self.status.Clear()
 
     def ready(self, *samplers: tuple[str, int]) -> None:
         """Samplers that take turns, as group and number of sessions."""
@@ -39,6 +43,10 @@ class FakeGateway(fleet_pb2_grpc.FleetServicer):
                 state="ready",
                 num_sessions=num_sessions,
             )
+
+    def lose(self) -> None:
+        for sampler in self.status.samplers:
+            sampler.state = "lost"
 
     async def Status(self, request, context):
         self.num_asked += 1
@@ -59,17 +67,18 @@ class FakeProvider(Provider):
         self.held: dict[str, int] = {}
         self.asked: list[tuple[str, int]] = []  # without repetitions
         self.error: Exception | None = None
+        self.errors: dict[str, Exception] = {}  # by group
         self.is_closed = False
 
     async def scale(self, group: str, num: int) -> None:
-        if self.error:
-            raise self.error
+        if error := self.error or self.errors.get(group):
+            raise error
         if self.held.get(group, 0) != num:
             self.asked.append((group, num))
         self.held[group] = num
 
     async def num_held(self, group: str) -> int | None:
-        return None if group == "eval" else self.held[group]
+        return None if group == "eval" else self.held.get(group, 0)
 
     async def close(self) -> None:
         self.is_closed = True
@@ -85,7 +94,7 @@ class Setup:
         self.provider = FakeProvider()
         self.now = 0.0
         self.sections = {
-            "autoscaler": {"every_seconds": 0.01},
+            "autoscaler": {"every_seconds": 0.01, "cooldown_up_seconds": 0.0},
             "fleet": {
                 "groups": [
                     {"name": "a", "weight_format": "bf16", "max_sessions": 10},
@@ -135,15 +144,16 @@ async def test_what_the_gateway_says_becomes_targets_and_what_is_held_a_report(s
         assert setup.provider.asked == [("a", 4), ("eval", 2)]
         assert setup.gateway.reports == [{"a": (4, 4), "eval": (2, None)}]
         setup.gateway.status.demand.num_queued = 0
-        setup.gateway.ready(("a", 8), ("a", 0), ("eval", 3), ("stranger", 9))
+        idle = [("a", 0)] * 3
+        setup.gateway.ready(("a", 8), *idle, ("eval", 3), ("stranger", 9))
         setup.now = 599.0
         assert await loop.step()
         assert setup.provider.held == {"a": 4, "eval": 2}, "the cooldown is not over"
-        setup.now = 600.0
+        setup.now = 601.0
         assert await loop.step()
         assert setup.provider.held["a"] == 1
         setup.gateway.ready(("a", 0))
-        setup.now = 1200.0
+        setup.now = 1202.0
         assert await loop.step()
         assert setup.gateway.reports[-1] == {"a": (0, 0), "eval": (2, None)}
 
@@ -178,6 +188,75 @@ async def test_a_new_autoscaler_goes_on_from_the_last_report(setup):
         setup.gateway.status.groups[0].num_target = 5
         await loop.step()
         assert setup.provider.held["a"] == 3, "it remembers by itself from then on"
+
+
+async def test_beside_a_new_gateway_a_new_autoscaler_keeps_what_is_there(setup):
+    setup.gateway.ready(("a", 0), ("a", 0))
+    setup.provider.held = {"a": 4}
+    async with setup.serving() as address, setup.loop(address) as loop:
+        await loop.step()
+        assert setup.provider.held == {"a": 4, "eval": 2}, "the provider holds four"
+        setup.gateway.ready(*[("a", 0)] * 4)
+        setup.now = 599.0
+        await loop.step()
+        assert setup.provider.held["a"] == 4
+        setup.now = 600.0
+        await loop.step()
+        assert setup.provider.held["a"] == 0
+
+
+async def test_a_gateway_that_starts_anew_has_time_to_know_its_samplers_again(setup, caplog):
+    gateway = setup.gateway
+    gateway.status.demand.num_queued = 31
+    async with setup.serving() as address, setup.loop(address) as loop:
+        gateway.status.seconds = 50.0
+        await loop.step()
+        assert setup.provider.held["a"] == 4
+        for setup.now in (2000.0, 3000.0):  # three of the four are all that comes: for long now
+            gateway.ready(*[("a", 10)] * 3)
+            gateway.status.seconds = 50.0 + setup.now
+            await loop.step()
+        assert "started anew" not in caplog.text
+        gateway.restart()
+        for setup.now in (3300.0, 4200.0):  # away for long: it is older than at the first answer
+            gateway.status.seconds = setup.now - 3100.0
+            await loop.step()
+            assert setup.provider.held["a"] == 4
+        assert caplog.text.count("started anew") == 1
+        setup.now, gateway.status.seconds = 4201.0, 1101.0
+        await loop.step()
+        assert setup.provider.held["a"] == 0, "none came back"
+
+
+async def test_the_sessions_of_a_lost_sampler_wait_for_another(setup):
+    setup.provider.held = {"a": 1}
+    setup.gateway.ready(("a", 8))
+    async with setup.serving() as address, setup.loop(address) as loop:
+        await loop.step()
+        setup.gateway.lose()
+        for setup.now in (10_000.0, 20_000.0):
+            await loop.step()
+            assert setup.provider.held["a"] == 1
+
+
+@pytest.mark.parametrize("kind", [BadInputError, DirtyProcessError])
+async def test_a_group_that_is_refused_keeps_no_other_waiting(setup, kind, caplog):
+    error = DirtyProcessError("eval-0 died 9 times in a row")
+    if kind is BadInputError:
+        error = BadInputError("service eval-0", expected="input", found="disk full")
+    setup.gateway.status.demand.num_queued = 31
+    setup.gateway.ready(("a", 0))
+    setup.provider.errors = {"eval": error}
+    async with setup.serving() as address, setup.loop(address) as loop:
+        await loop.step()
+        await loop.step()
+        assert setup.provider.held == {"a": 4}
+        assert setup.gateway.reports[-1] == {"a": (4, 4), "eval": (2, None)}
+        said = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+        assert said == [f"group eval gets no samplers and is asked for again: {error}"], "once"
+        setup.provider.errors = {}
+        await loop.step()
+        assert setup.provider.held == {"a": 4, "eval": 2}
 
 
 async def test_what_a_provider_refused_is_asked_again(setup):
@@ -220,6 +299,15 @@ async def test_the_loop_goes_on_until_it_is_cancelled_and_closes_its_providers(s
         with pytest.raises(asyncio.CancelledError):
             await work
     assert setup.provider.is_closed
+
+
+async def test_a_fleet_that_had_samplers_goes_on_when_all_groups_are_refused(setup):
+    setup.gateway.ready(("a", 0))
+    async with setup.serving() as address, setup.loop(address) as loop:
+        await loop.step()
+        setup.gateway.ready()
+        setup.provider.error = BadInputError("service a-0", expected="input", found="disk full")
+        assert await loop.step()
 
 
 async def test_what_no_later_step_would_mend_ends_it(setup):

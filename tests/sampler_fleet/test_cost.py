@@ -116,3 +116,24 @@ def test_without_bounds_a_group_has_its_samplers_and_no_price():
 def test_bad_group_keys_are_refused(bad):
     with pytest.raises(ValidationError):
         GroupConfig.model_validate(group(**bad))
+
+
+def test_two_prices_of_one_moment_are_refused():
+    twice = [
+        {"per_hour": per_hour, "since": since, "source": "s"}
+        for per_hour, since in ((1.0, "2026-01-01"), (2.0, "2026-01-01T01:00:00+01:00"))
+    ]
+    for bad in (
+        {"groups": [group(price_per_hour=twice)]},
+        {"groups": [group()], "prices": {"H200": twice}},
+    ):
+        with pytest.raises(ValidationError, match="not 2 since 2026-01-01 00:00"):
+            FleetConfig.model_validate(bad)
+
+
+def test_prices_of_an_accelerator_that_nobody_has_are_refused_where_a_group_has_none():
+    one = [{"per_hour": 1.0, "since": "2026-01-01", "source": "s"}]
+    with pytest.raises(ValidationError, match="not H20, while H200 has none"):
+        FleetConfig.model_validate({"groups": [group()], "prices": {"H20": one}})
+    inherited = {"groups": [group()], "prices": {"H200": one, "H100": one}}
+    assert FleetConfig.model_validate(inherited).prices.keys() == {"H200", "H100"}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import math
 from datetime import UTC, datetime
 
 import pytest
@@ -70,17 +73,53 @@ def test_a_sampler_may_know_its_price_better():
     assert cost.dollars == pytest.approx(8 * 2.0 + 4.0), "4 $ are for all its accelerators"
 
 
-def test_the_account_goes_on_over_a_restart(tmp_path):
+@pytest.mark.parametrize("price", [-1.0, math.nan, math.inf, -math.inf])
+def test_what_is_no_price_is_as_if_it_were_not_told(price):
+    meter = metering()
+    meter.hold([sampler("a0", price=price)], {}, START)
+    assert meter.read(START + HOUR)["a"].dollars == pytest.approx(8 * 2.0)
+
+
+@pytest.mark.parametrize(("away_s", "counted_s"), [(5.0, 5.0), (3 * HOUR, 15.0)])
+def test_a_killed_gateway_held_on_for_at_most_its_lease(tmp_path, away_s, counted_s):
     path = tmp_path / "state" / "cost.json"
     first = metering(path)
     first.hold([sampler("a0"), sampler("a1", price=4.0)], {}, START)
     first.save(START + HOUR)
-    again = metering(path, START + 3 * HOUR)
-    cost = again.read(START + 3 * HOUR)["a"]
-    assert cost.gpu_hours == pytest.approx(3 * 16), "held on while the gateway was away"
-    assert cost.dollars == pytest.approx(3 * 20.0)
-    again.hold([], {}, START + 3 * HOUR)
-    assert again.read(START + 9 * HOUR)["a"] == cost
+    now = START + HOUR + away_s
+    again = metering(path, now)
+    hours = 1 + counted_s / HOUR
+    for later in (now, now + 99 * HOUR):
+        cost = again.read(later)["a"]
+        assert cost.gpu_hours == pytest.approx(hours * 16), "those that lived join again"
+        assert cost.dollars == pytest.approx(hours * 20.0)
+    again.hold([sampler("a0")], {}, now + 99 * HOUR)
+    assert again.read(now + 100 * HOUR)["a"].gpu_hours == pytest.approx(hours * 16 + 8)
+
+
+def test_a_run_that_ended_costs_nothing_until_it_is_resumed(tmp_path):
+    path = tmp_path / "cost.json"
+    first = metering(path)
+    first.hold([sampler("a0")], {"a": 2}, START)
+    late = first.state(START + HOUR)
+    first.close(START + HOUR)
+    first.write(late)  # a thread that was still at it
+    assert all(not saved["num_accelerators"] for saved in json.loads(path.read_text()).values())
+    again = metering(path, START + 73 * HOUR)
+    assert again.read(START + 73 * HOUR)["a"].gpu_hours == pytest.approx(16)
+
+
+async def test_what_is_written_beside_the_loop_is_the_account_of_one_moment(tmp_path):
+    meter = metering(tmp_path / "cost.json")
+    members = [sampler(f"a{n}", price=1.0) for n in range(300)]
+    for num in range(0, len(members), 3):
+        meter.hold(members[:num], {}, START + num)
+        state = meter.state(START + num)
+        before = json.dumps(state)
+        writing = asyncio.create_task(asyncio.to_thread(meter.write, state))
+        meter.hold(members[: num + 3], {}, START + num + 1)
+        await writing
+        assert json.dumps(state) == before == (tmp_path / "cost.json").read_text()
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a": {}}', '{"a": {"since": 0}}'])
@@ -91,8 +130,27 @@ def test_another_file_in_its_place_is_refused(tmp_path, text):
         metering(path)
 
 
+@pytest.mark.parametrize("key", ["num_accelerators", "since", "gpu_seconds", "dollars"])
+@pytest.mark.parametrize("value", ["-5", "NaN", "Infinity", "1e400"])
+def test_an_account_of_what_cannot_be_is_refused(tmp_path, key, value):
+    path = tmp_path / "cost.json"
+    fields = {"num_accelerators": "1", "since": f"{START}", "gpu_seconds": "0", "dollars": "0"}
+    account = ", ".join(f'"{name}": {text}' for name, text in (fields | {key: value}).items())
+    path.write_text(f'{{"a": {{{account}, "prices": []}}}}')
+    with pytest.raises(BadInputError, match=r"cost.json: expected the JSON of a gateway"):
+        metering(path)
+
+
+def test_an_account_from_before_the_first_price_is_refused_by_name(tmp_path):
+    path = tmp_path / "cost.json"
+    saved = {"num_accelerators": 8, "since": 1.7e9, "gpu_seconds": 0, "dollars": 0, "prices": []}
+    path.write_text(json.dumps({"a": saved}))
+    with pytest.raises(BadInputError, match=r"cost.json: expected prices .* that reach back"):
+        metering(path)
+
+
 def test_prices_that_begin_in_the_future_are_refused():
-    with pytest.raises(BadInputError, match="expected a price in force on 2026-09-01"):
+    with pytest.raises(BadInputError, match="group a: expected a price in force on 2026-09-01"):
         metering(now=datetime(2026, 9, 1, tzinfo=UTC).timestamp())
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from contracts.errors import BadInputError
 from contracts.files import replacing
 from sampler_fleet.episodes.base import SandboxError, Task
+from sampler_fleet.episodes.containers.base import NoImageError
 from sampler_fleet.episodes.grading import Grader
 from sampler_fleet.episodes.patch import Patch
 from sampler_fleet.episodes.tasks.choose import why_not_here
@@ -50,13 +51,14 @@ async def check_tasks(
     grader: Grader | None,
     out: Path,
     *,
+    no_containers: Callable[[], str],
     num_jobs: int,
     on_found: Callable[[Finding], None],
 ) -> list[Finding]:
     """Checks `num_jobs` tasks at a time; returns findings in the order of the tasks.
 
     What `out` has of an earlier check of the same tasks is not done again. No grader is needed
-    where `why_not_here` has a reason for every task.
+    where `why_not_here` has a reason for every task; `no_containers` is for it.
     """
     out.mkdir(parents=True, exist_ok=True)
     found = _known(out / CHECKED, tasks)
@@ -66,7 +68,7 @@ async def check_tasks(
 
         async def check(task: Task) -> None:
             async with slots:
-                finding = await check_task(task, grader)
+                finding = await check_task(task, grader, no_containers)
             found[task.task_id] = finding
             record.write(json.dumps(asdict(finding)) + "\n")
             record.flush()
@@ -82,31 +84,35 @@ async def check_tasks(
     return findings
 
 
-async def check_task(task: Task, grader: Grader | None) -> Finding:
+async def check_task(
+    task: Task, grader: Grader | None, no_containers: Callable[[], str]
+) -> Finding:
     """Grades the empty patch and the reference solution `NUM_RUNS` times each."""
 
     def finding(outcome: Outcome, reason: str) -> Finding:
         return Finding(task_id=task.task_id, outcome=outcome, reason=reason, digest=digest(task))
 
-    if reason := why_not_here(task):
+    if reason := why_not_here(task, no_containers):
         return finding(Outcome.SKIPPED, reason)
     assert grader is not None
-    solution = Patch(
-        changed={path: text.encode("utf-8", "surrogateescape") for path, text in task.fix.items()},
-        deleted=task.fix_deletes,
+    checkout = task.checkout
+    has_solution = bool(
+        checkout.fix_patch or checkout.fix_script if checkout else task.fix or task.fix_deletes
     )
     try:
         for run in range(1, NUM_RUNS + 1):
             if (await grader.grade(task, _empty(task))).passed:
                 return finding(Outcome.UNUSABLE, f"run {run} of the empty patch: the tests pass")
-        if not solution:
+        if not has_solution:
             return finding(Outcome.USABLE, "the empty patch fails; there is no reference solution")
         for run in range(1, NUM_RUNS + 1):
-            verdict = await grader.grade(task, solution)
+            verdict = await grader.grade_fix(task)
             if not verdict.passed:
                 return finding(
                     Outcome.UNUSABLE, f"run {run} of the reference solution: {verdict.reason}"
                 )
+    except NoImageError as error:
+        return finding(Outcome.SKIPPED, str(error))
     except SandboxError as error:
         return finding(Outcome.FAILED, str(error))
     return finding(Outcome.USABLE, verdict.reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -29,8 +29,12 @@ TRAIN, HELDOUT = SPLITS
 _log = logging.getLogger(__name__)
 
 
-def choose_tasks(config: TasksConfig, *, tree_limit: int) -> dict[str, list[Task]]:
-    """The tasks of both splits, generated or from a source. `tree_limit`: bytes of a tree.
+def choose_tasks(
+    config: TasksConfig, *, tree_limit: int, no_containers: Callable[[], str]
+) -> dict[str, list[Task]]:
+    """The tasks of both splits, generated or from a source.
+
+    `tree_limit`: bytes of a tree; `no_containers` as for `why_not_here`.
 
     Raises:
         BadInputError: a bad source or subset, tasks that can't be run here, none to train on.
@@ -54,7 +58,7 @@ def choose_tasks(config: TasksConfig, *, tree_limit: int) -> dict[str, list[Task
             "run file, tasks", expected=f"tasks to train on in {config.source}", found="none"
         )
     for task in (*chosen[TRAIN], *chosen[HELDOUT]):
-        _check(task, tree_limit)
+        _check(task, tree_limit, no_containers)
     return chosen
 
 
@@ -122,12 +126,23 @@ def read_ids(path: Path) -> list[str]:
     return ids
 
 
-def why_not_here(task: Task) -> str:
-    """Why a task can't be run on this machine; "" if it can."""
-    if task.checkout is None:
+def why_not_here(task: Task, no_containers: Callable[[], str]) -> str:
+    """Why a task can't be run on this machine; "" if it can.
+
+    `no_containers` says why there is no container runtime; it is asked only where one is needed.
+    """
+    checkout = task.checkout
+    if checkout is None:
         return ""
-    image = task.checkout.image or f"to be built in {task.checkout.build_dir}"
-    return f"needs a container (image {image}), and there are no sandboxes for containers yet"
+    if not checkout.image:
+        return f"needs a container, and its image is still to be built in {checkout.build_dir}"
+    if not checkout.test_command:
+        return (
+            f"needs a container (image {checkout.image}) "
+            "and its data set's own harness to be graded, which is not here"
+        )
+    reason = no_containers()
+    return reason and f"needs a container (image {checkout.image}): {reason}"
 
 
 def _pick(tasks: dict[str, Task], file: str) -> dict[str, Task]:
@@ -137,11 +152,11 @@ def _pick(tasks: dict[str, Task], file: str) -> dict[str, Task]:
     return {task_id: tasks[task_id] for task_id in ids}
 
 
-def _check(task: Task, tree_limit: int) -> None:
-    if reason := why_not_here(task):
+def _check(task: Task, tree_limit: int, no_containers: Callable[[], str]) -> None:
+    if reason := why_not_here(task, no_containers):
         raise BadInputError(
             "run file, tasks.source",
-            expected="tasks in the local format",
+            expected="tasks that can be run here",
             found=f"{task.task_id}, which {reason}",
         )
     if (size := sum(map(len, tree_bytes(task.tree).values()))) > tree_limit:

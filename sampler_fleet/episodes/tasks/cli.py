@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sampler_fleet.episodes.base import Task
+    from sampler_fleet.episodes.containers.launch import SandboxConfig
     from sampler_fleet.episodes.tasks.check import Finding
 
 app = typer.Typer(no_args_is_help=True, help="Coding tasks: made, listed, shown, checked, cleaned.")
@@ -96,20 +97,26 @@ def check(
         Path | None, typer.Option(help="Directory for the findings; NAME-checked if not given.")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Tasks at a time.")] = 2,
+    runtime: Annotated[
+        str, typer.Option(help="Of containers: auto, docker, podman or modal.")
+    ] = "auto",
 ) -> int:
     """Grades the empty patch (must fail) and the reference solution (must pass), three times each.
 
     Writes usable.jsonl and checked.jsonl; run again, it goes on where it was. Status 0 if tasks are
     usable and none is unusable, broken or failed; those that can't be run here don't count.
     """
+    from contracts.runfile import validate_section
+    from sampler_fleet.episodes.containers.launch import SandboxConfig
     from sampler_fleet.episodes.tasks.check import Outcome
     from sampler_fleet.episodes.tasks.sources import read_tasks
 
+    config = validate_section(SandboxConfig, "episodes.sandbox", {"runtime": runtime})
     broken: list[BadInputError] = []
     tasks = read_tasks(source, broken.append)
     console = _console()
     out = out or Path(f"{source.resolve().name}-checked")
-    findings = asyncio.run(_check(tasks, out, jobs, console))
+    findings = asyncio.run(_check(tasks, out, jobs, config, console))
     outcomes = [finding.outcome for finding in findings]
     _report(findings, broken, console)
     console.print(
@@ -122,26 +129,32 @@ def check(
     return 1 if bad or Outcome.USABLE not in outcomes else 0
 
 
-async def _check(tasks: Sequence[Task], out: Path, jobs: int, console: Console) -> list[Finding]:
+async def _check(
+    tasks: Sequence[Task], out: Path, jobs: int, config: SandboxConfig, console: Console
+) -> list[Finding]:
     from rich.progress import Progress
 
-    from sampler_fleet.episodes.grading import Grader
+    from sampler_fleet.episodes.containers.grading import PlacesGrader
+    from sampler_fleet.episodes.containers.pool import ContainerPool
     from sampler_fleet.episodes.sandbox import SandboxPool
     from sampler_fleet.episodes.tasks.check import check_tasks
-    from sampler_fleet.episodes.tasks.choose import why_not_here
 
-    pool = None if all(why_not_here(task) for task in tasks) else SandboxPool(jobs)
+    containers = ContainerPool(config, jobs)
+    pool = SandboxPool(jobs) if any(task.checkout is None for task in tasks) else None
+    grader = PlacesGrader(pool, containers=containers)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("checking", total=len(tasks))
         try:
             return await check_tasks(
                 tasks,
-                Grader(pool) if pool else None,
+                grader,
                 out,
+                no_containers=containers.missing,
                 num_jobs=jobs,
                 on_found=lambda finding: progress.advance(bar),
             )
         finally:
+            await containers.close()
             if pool:
                 await pool.close()
 

@@ -41,6 +41,10 @@ class ScriptedGrader(Grader):
         return Verdict(passed=self._rules[kind](self.runs[kind]), reason=f"as {kind}")
 
 
+def none_here() -> str:
+    return "there is none"
+
+
 def lost(run: int) -> bool:
     raise SandboxError("no room")
 
@@ -48,7 +52,7 @@ def lost(run: int) -> bool:
 class TestVerdicts:
     async def test_three_runs_of_each(self, task):
         grader = ScriptedGrader()
-        assert (await check_task(task, grader)).outcome == Outcome.USABLE
+        assert (await check_task(task, grader, none_here)).outcome == Outcome.USABLE
         assert grader.runs == {"empty": 3, "fixed": 3}
 
     @pytest.mark.parametrize("run", [1, 2, 3])
@@ -57,22 +61,24 @@ class TestVerdicts:
             (ScriptedGrader(empty=lambda r: r == run), f"run {run} of the empty patch: the tests"),
             (ScriptedGrader(fixed=lambda r: r != run), f"run {run} of the reference solution: as"),
         ):
-            finding = await check_task(task, grader)
+            finding = await check_task(task, grader, none_here)
             assert finding.outcome == Outcome.UNUSABLE
             assert finding.reason.startswith(reason)
 
     async def test_without_a_solution_the_empty_patch_decides(self, task):
-        finding = await check_task(replace(task, fix={}), ScriptedGrader(fixed=lambda run: False))
+        finding = await check_task(
+            replace(task, fix={}), ScriptedGrader(fixed=lambda run: False), none_here
+        )
         assert finding.outcome == Outcome.USABLE
         assert "no reference solution" in finding.reason
 
     async def test_a_failing_sandbox_is_no_verdict(self, task):
-        finding = await check_task(task, ScriptedGrader(fixed=lost))
+        finding = await check_task(task, ScriptedGrader(fixed=lost), none_here)
         assert (finding.outcome, finding.reason) == (Outcome.FAILED, "no room")
 
     async def test_the_empty_patch_really_runs_the_tests(self, grader, task):
         solved = replace(task, tree=task.tree | task.fix | {"empty-patch/x.txt": ""})
-        finding = await check_task(solved, grader)
+        finding = await check_task(solved, grader, none_here)
         assert finding.reason == "run 1 of the empty patch: the tests pass"
 
 
@@ -80,7 +86,9 @@ class TestResuming:
     async def check(self, tasks, out, grader=None) -> tuple[list[Finding], list[Finding]]:
         done: list[Finding] = []
         grader = grader or ScriptedGrader()
-        findings = await check_tasks(tasks, grader, out, num_jobs=2, on_found=done.append)
+        findings = await check_tasks(
+            tasks, grader, out, no_containers=none_here, num_jobs=2, on_found=done.append
+        )
         return findings, done
 
     async def test_only_what_is_left_is_done(self, task, tmp_path):

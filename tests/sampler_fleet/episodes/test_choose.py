@@ -23,6 +23,10 @@ DATA = Path(__file__).parents[2] / "data" / "tasks"
 LIMIT = 1 << 20
 
 
+def none_here() -> str:
+    return "there is none"
+
+
 def make_tasks(num: int, **changes: str) -> list[Task]:
     """Tasks of which three each share a template."""
     return [
@@ -37,7 +41,7 @@ def make_tasks(num: int, **changes: str) -> list[Task]:
 
 def chosen(tmp_path: Path, tree_limit: int = LIMIT, **settings) -> dict[str, set[str]]:
     config = TasksConfig(**{"source": str(tmp_path)} | settings)
-    splits = choose_tasks(config, tree_limit=tree_limit)
+    splits = choose_tasks(config, tree_limit=tree_limit, no_containers=none_here)
     return {split: {task.task_id for task in tasks} for split, tasks in splits.items()}
 
 
@@ -82,7 +86,7 @@ class TestShare:
 class TestChoice:
     def test_without_a_source_tasks_are_generated(self):
         config = TasksConfig(num_train=5, num_heldout=2, seed=3)
-        assert choose_tasks(config, tree_limit=LIMIT) == {
+        assert choose_tasks(config, tree_limit=LIMIT, no_containers=none_here) == {
             "train": generate_tasks("train", 5, 3),
             "heldout": generate_tasks("heldout", 2, 3),
         }
@@ -97,7 +101,11 @@ class TestChoice:
 
     def test_same_order_for_the_same_seed(self, source):
         first, again, other = (
-            choose_tasks(TasksConfig(source=str(source), seed=seed), tree_limit=LIMIT)["train"]
+            choose_tasks(
+                TasksConfig(source=str(source), seed=seed),
+                tree_limit=LIMIT,
+                no_containers=none_here,
+            )["train"]
             for seed in (1, 1, 2)
         )
         assert first == again != other
@@ -184,4 +192,4 @@ def test_the_gateway_refuses_tasks_in_images_at_once(host, tmp_path, tokenizer_f
     gateway = start_gateway(tmp_path, DATA / "swe_gym.jsonl", tokenizer_files)
     _, log = gateway.communicate(timeout=60)
     assert gateway.returncode == 2
-    assert log.splitlines()[-1].startswith("error: run file, tasks.source: expected tasks in the")
+    assert log.splitlines()[-1].startswith("error: run file, tasks.source: expected tasks that")

@@ -14,8 +14,9 @@ from contracts.errors import BadInputError
 from contracts.types import Ending, SamplingParams
 from sampler_fleet.__main__ import app
 from sampler_fleet.episodes.agent import EpisodeLimits, run_episode
-from sampler_fleet.episodes.base import Task
+from sampler_fleet.episodes.base import SandboxError, Task
 from sampler_fleet.episodes.chat import ChatFormat
+from sampler_fleet.episodes.sandbox import SandboxPool
 from sampler_fleet.episodes.tasks.check import Outcome as Checked
 from sampler_fleet.episodes.tasks.check import check_task
 from sampler_fleet.episodes.tasks.edit import Edit
@@ -97,6 +98,7 @@ class TestPackages:
             ({"it/__init__.py": "", "test_it.py": "", "it/x.pyx": ""}, "pure-Python"),
             ({"test_it.py": "", "setup.py": ""}, "a Python package or module"),
             ({"it.py": "", "test_it.py": "\udcff"}, "expected UTF-8"),
+            ({"it.py": "", "PKG-INFO": "Name: ../it\nVersion: 1\n"}, "a package's name"),
         ],
     )
     def test_refusals(self, tmp_path, files, expected):
@@ -309,7 +311,7 @@ class TestTasks:
             assert shown <= task.tree.keys()
             assert "line" not in task.issue and path not in task.issue
         sample = Random(0).sample(tasks, 3)
-        assert [(await check_task(t, grader)).outcome for t in sample] == [Checked.USABLE] * 3
+        assert [(await check_task(t, grader, str)).outcome for t in sample] == [Checked.USABLE] * 3
 
     async def test_the_same_however_many_run_at_a_time(self, pool, tmp_path):
         subject = await find_subject(read_package(LEDGER), pool)
@@ -325,6 +327,80 @@ class TestTasks:
         tasks, outcomes = await make(subject, pool, tmp_path / "out", num=9)
         assert not tasks
         assert outcomes[Outcome.SLOW] > 0 and outcomes[Outcome.BROKEN] > 0
+
+    async def test_a_mutant_that_takes_its_sandbox_down(self, pool, tmp_path):
+        class Lost(SandboxPool):
+            def open(self, tree):
+                raise SandboxError("gone")
+
+        source, tests = "def f():\n    return 1\n", "import subject\n"
+        tests += "def test_a(): assert subject.f() == 1\ndef test_b(): pass\n"
+        subject = await find_subject(package(source, tests), pool)
+        tasks, outcomes = await make(subject, Lost(1, host=pool._host), tmp_path / "out", num=9)
+        assert not tasks and {*outcomes} == {Outcome.LOST}
+
+    async def told(self, pool, out, source: str, tests: str) -> list[str]:
+        tests = f"import pytest\nimport subject\n{tests}\ndef test_b(): pass\n"
+        subject = await find_subject(package(source, tests), pool)
+        tasks, outcomes = await make(subject, pool, out, num=9)
+        return [task.issue for task in tasks] or [*outcomes]
+
+    @pytest.mark.parametrize(
+        "source, test, parts",
+        [
+            (  # a value is told by the steps to it
+                "def f(x):\n    return [x + 1]\n",
+                "    out = subject.f(3)\n    assert out == [4]",
+                ["out = subject.f(3)", "`out`", "`[4]`"],
+            ),
+            (
+                "def f(x):\n    if not x:\n        raise ValueError(x)\n",
+                "    with pytest.raises(ValueError):\n        subject.f(0)",
+                ["`subject.f(0)`", "ValueError"],
+            ),
+            (
+                "class A:\n    def __init__(self): self.n = 7\n    def up(self): self.n += 2\n",
+                "    assert made.n == 7\n    made.up()\n    assert made.n == 9\n"
+                "@pytest.fixture\ndef made():\n    return subject.A()\n",
+                ["made = subject.A()\n", "`made.n`", "`9`"],
+            ),
+            (  # an assignment may be the call
+                "class A(dict):\n    def __setitem__(self, k, v):\n"
+                "        if k == 4:\n            super().__setitem__(k, v)\n"
+                "        else:\n            raise KeyError(k)\n",
+                "    a = subject.A()\n    a[4] = 7\n    assert len(a) == 1",
+                ["a = subject.A()", "`a[4] = 7`", "KeyError"],
+            ),
+            (  # values alone would tell nothing
+                "def f(x):\n    return [x, x + 1]\n",
+                "    seen = subject.f(3)\n    assert len(seen) == 2 and seen\n"
+                "    assert sum(seen) == 7",
+                ["seen = subject.f(3)", "`sum(seen)`", "`7`"],
+            ),
+            (
+                "def f(x):\n    return x < 3\n",
+                "    for n in (1, 2):\n        assert subject.f(n)\n    assert not subject.f(3)",
+                ["subject.f("],
+            ),
+        ],
+    )
+    async def test_what_is_told(self, pool, tmp_path, source, test, parts):
+        given = "made" if "fixture" in test else ""
+        issues = await self.told(pool, tmp_path / "out", source, f"def test_a({given}):\n{test}\n")
+        assert any(all(part in issue for part in parts) for issue in issues), issues
+
+    @pytest.mark.parametrize(
+        "test",
+        [
+            "    try:\n        subject.f(3)\n    except ValueError as e:\n"
+            "        assert e.args[0] == 4",
+            "    for n in (3, 5):\n        out = subject.g(n)\n        assert out == [n]",
+        ],
+    )
+    async def test_what_is_not_told(self, pool, tmp_path, test):
+        source = "def f(x):\n    raise ValueError(x + 1)\ndef g(x):\n    return [x * 1]\n"
+        issues = await self.told(pool, tmp_path / "out", source, f"def test_a():\n{test}\n")
+        assert Outcome.UNTOLD in issues or not any("`e" in i or "`out" in i for i in issues)
 
     async def test_a_default_is_not_shown_by_the_signature(self, pool, tmp_path):
         source = "def f(x=5):\n    return [x]\n"
@@ -436,4 +512,4 @@ async def test_real_packages(pool, grader, sdist, tmp_path):
     subject = await find_subject(read_package(sdist), pool)
     tasks, _ = await make(subject, pool, tmp_path / "out", num=3)
     assert len(tasks) == 3
-    assert [(await check_task(task, grader)).outcome for task in tasks] == [Checked.USABLE] * 3
+    assert [(await check_task(task, grader, str)).outcome for task in tasks] == [Checked.USABLE] * 3

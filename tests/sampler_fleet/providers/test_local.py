@@ -37,10 +37,17 @@ time.sleep(600)
 class Samplers:
     """A provider of stand-ins, and what they said."""
 
-    def __init__(self, directory: Path, *, code: str = SAMPLER, drain_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        code: str = SAMPLER,
+        drain_s: float = 30.0,
+        retry_s: float = local.RETRY_S,
+    ) -> None:
         self.directory = directory
         join = (sys.executable, "-c", code)
-        self.provider = LocalProvider(directory, join=join, drain_s=drain_s)
+        self.provider = LocalProvider(directory, join=join, drain_s=drain_s, retry_s=retry_s)
 
     def said(self, name: str) -> str:
         log = self.directory / "logs" / f"{name}.log"
@@ -138,14 +145,39 @@ async def test_a_preempted_sampler_is_started_again(samplers):
     assert samplers.pids()["a-0"] != killed
 
 
-async def test_a_sampler_that_refuses_its_input_ends_it_with_its_sentence(tmp_path):
-    refuses = "import sys; print('error: no such group'); sys.exit(2)"
-    samplers = Samplers(tmp_path / "state", code=refuses)
-    await samplers.provider.scale("a", 1)
-    with pytest.raises(BadInputError, match=r"service a-0: .* no such group"):
-        await samplers.until_held("a", 0)
-    with pytest.raises(BadInputError, match="no such group"):
-        await samplers.provider.scale("a", 1)
+async def test_a_group_whose_samplers_all_refuse_their_input_says_so_and_no_other_does(tmp_path):
+    refuses = "import sys\nif 'bad' in sys.argv: print('error: disk full'); sys.exit(2)\n"
+    samplers = Samplers(tmp_path / "state", code=refuses + SAMPLER)
+    provider = samplers.provider
+    await provider.scale("bad", 1)
+    await provider.scale("a", 1)
+    with pytest.raises(BadInputError, match=r"service bad-0: .* disk full"):
+        async with asyncio.timeout(20):
+            while True:
+                await provider.scale("bad", 1)
+                await asyncio.sleep(0.02)
+    await provider.scale("a", 2)
+    await samplers.ready("a-0", "a-1")
+    assert [await provider.num_held(group) for group in ("a", "bad")] == [2, 1]
+    await provider.scale("bad", 0)
+    samplers.let_go("a-0", "a-1")
+    await provider.close()
+
+
+async def test_one_sampler_of_a_group_that_refuses_its_input_is_tried_again(tmp_path):
+    refuses = (
+        "import pathlib, sys\nstate = pathlib.Path(sys.argv[sys.argv.index('--state-dir') + 1])\n"
+        "if state.name == 'a-0' and not (state.parent / 'sound').exists():\n"
+        "    print('error: disk full'); sys.exit(2)\n"
+    )
+    samplers = Samplers(tmp_path / "state", code=refuses + SAMPLER, retry_s=0.1)
+    await samplers.provider.scale("a", 2)
+    await samplers.ready("a-1")
+    await samplers.until(lambda: samplers.said("a-0").count("disk full") > 1)
+    await samplers.provider.scale("a", 2)
+    (samplers.directory / "sound").touch()
+    await samplers.ready("a-0")
+    samplers.let_go("a-0", "a-1")
     await samplers.provider.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import modal
@@ -15,6 +16,7 @@ from contracts.runfile import write_resolved
 from sampler_fleet.__main__ import app as command_line
 from sampler_fleet.config import FleetConfig, read_settings
 from sampler_fleet.engines.launch import kernels_for
+from sampler_fleet.metering import Metering
 from sampler_fleet.providers.modal_app import (
     GPUS,
     build_app,
@@ -79,6 +81,10 @@ def test_a_groups_own_settings_go_before_the_fleets():
     ("changes", "sentence"),
     [
         ({"accelerator": "TPU"}, "group a: expected modal.gpu, or an accelerator of"),
+        (
+            {"num_accelerators": 2, "modal": {"gpu": "H100:4"}},
+            "modal.gpu without a number: num_accelerators is it, found H100:4",
+        ),
         ({"num_accelerators": 16}, "at most 8 in one Modal container, found 16"),
         ({"engine": "sglang"}, "sglang.python, that image's Python, found neither"),
         ({"engine": "sglang", "modal": {"image": "x:1"}}, "found only one of them"),
@@ -176,6 +182,51 @@ def test_a_group_without_a_price_is_named(tmp_path):
     result = CliRunner().invoke(command_line, ["deploy", "modal", str(record), "--dry-run"])
     assert "no price  b300-nvfp4" in result.stdout
     assert "$230.08 per hour" in result.stdout
+
+
+def dry_run(tmp_path, change):
+    """`deploy --dry-run` of the example with one change to its first group or its prices."""
+    sections = read_settings(EXAMPLE).to_dict()
+    change(sections["fleet"])
+    record = tmp_path / "run.json"
+    record.write_text(json.dumps(sections))
+    return CliRunner().invoke(command_line, ["deploy", "modal", str(record), "--dry-run"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("memory_gib", 1e9), ("cpu", 1e6), ("memory_gib", math.inf)]
+)
+def test_a_host_that_nobody_has_is_refused(tmp_path, setting, value):
+    result = dry_run(tmp_path, lambda f: f["groups"][0]["modal"].update({setting: value}))
+    assert result.exit_code == 2
+    assert setting in result.stderr
+
+
+def test_a_gpu_that_is_not_in_the_table_is_named(tmp_path):
+    result = dry_run(tmp_path, lambda f: f["groups"][0]["modal"].update(gpu="NoSuchGPU"))
+    assert result.exit_code == 0
+    assert "unknown GPU  NoSuchGPU: not checked here, Modal may refuse it" in result.stdout
+    known = dry_run(tmp_path, lambda f: f["groups"][0]["modal"].update(gpu="H100!"))
+    assert "unknown GPU" not in known.stdout
+
+
+def test_what_modal_refuses_in_a_definition_is_one_sentence(tmp_path):
+    result = dry_run(tmp_path, lambda f: f["modal"].update(volume="a volume"))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: Modal app mixed-samplers: expected what Modal accepts")
+
+
+def test_prices_that_begin_in_the_future_are_refused_as_the_gateway_does(tmp_path):
+    def change(section):
+        for prices in section["prices"].values():
+            prices[0]["since"] = "2999-01-01"
+
+    result = dry_run(tmp_path, change)
+    assert result.exit_code == 2
+    fleet = read_settings(tmp_path / "run.json").fleet
+    with pytest.raises(BadInputError, match="found the first since 2999-01-01") as refused:
+        Metering(fleet, time.time())
+    assert result.stderr == f"error: {refused.value}\n"
 
 
 def test_another_provider_is_unknown():

@@ -96,7 +96,7 @@ def test_a_scenario_too_short_for_an_update_has_no_means(tmp_path):
         ("[machines.default]", "[machines.b]", "machines: expected a group (a), found b"),
         ("queue_groups = 2", "queue_groups = 1", "at least trainer.prompts_per_update, 2, found 1"),
         ("since = 2026-01-01", "since = 2027-01-01", "a price in force on 2026-11-02"),
-        ('accelerator = "X"', 'accelerator = "Y"', "fleet.prices.Y: expected a price in force"),
+        ('accelerator = "X"', 'accelerator = "Y"', "found X, while Y has none"),
         ("tokens_sigma = 0.5", "lockstep = 3", "a divisor of a max_sessions, 4, found 3"),
         (
             'weight_format = "bf16"',

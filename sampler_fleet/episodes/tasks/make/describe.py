@@ -111,8 +111,11 @@ class Sources:
             raise Differs(place, left, right)
 
 
-def describe(error: BaseException, sources: Sources, package: tuple[str, ...]) -> dict[str, str]:
-    """Of a failed test: what is told of it; {} where no plain words can be found."""
+def describe(error: BaseException, sources: Sources, package: frozenset[str]) -> dict[str, str]:
+    """Of a failed test: what is told of it; {} where no plain words can be found.
+
+    `package` has the names of the modules under test.
+    """
     trace, frame, line = error.__traceback__, None, 0
     while trace is not None:
         if trace.tb_frame.f_code.co_filename in sources.trees:
@@ -128,8 +131,8 @@ def describe(error: BaseException, sources: Sources, package: tuple[str, ...]) -
     before, expected = _before(function.body, statement)
     found = _told(error, statement, sources, names)
     if found.get("kind") == "raised" and expected is not None:
-        found |= {"kind": "other error", "expected": names.fill(expected)}
-    if not found:
+        found |= {"kind": "other error", "expected": names.value(expected)}
+    if not found or not (names.named or names.left):
         return {}
     found |= names.signature(_watched(error, statement, sources))
     if names.left:
@@ -164,10 +167,10 @@ def _before(
     return None, None
 
 
-def _bound(statements: list[ast.stmt]) -> set[str]:
-    """Names that statements of one block give a meaning."""
+def _bound(parts: list[Any]) -> set[str]:
+    """Names that statements, or parts of them, give a meaning."""
     found: set[str] = set()
-    for node in (node for statement in statements for node in ast.walk(statement)):
+    for node in (node for part in parts for node in ast.walk(part)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -241,7 +244,7 @@ def _told(
         return {}
     if isinstance(error, SyntaxError | MemoryError | RecursionError):
         return {}
-    value = statement.value if isinstance(statement, ast.Return) else None
+    value = _given(statement)
     kind = type(error)
     text = (
         kind.__qualname__
@@ -256,8 +259,18 @@ def _told(
     if pair := _compared(statement):
         tested, other = names.tested_first(pair)
         if not names.tests(other):
-            found |= {"call": names.fill(tested), "expected": names.fill(other)}
+            found |= {"call": names.fill(tested), "expected": names.value(other)}
     return found
+
+
+def _given(statement: ast.stmt) -> ast.expr | None:
+    """The value that a statement returns or gives plain names."""
+    if isinstance(statement, ast.Assign):
+        targets = [n for target in statement.targets for n in ast.walk(target)]
+        if any(isinstance(n, ast.Subscript | ast.Attribute) for n in targets):
+            return None  # the assignment itself is what is tested
+        return statement.value
+    return statement.value if isinstance(statement, ast.Return) else None
 
 
 def _watched(error: BaseException, statement: ast.stmt, sources: Sources) -> ast.AST:
@@ -289,16 +302,31 @@ def _condition(statement: ast.stmt, names: Names) -> str:
 class Names(ast.NodeTransformer):
     """Writes values where an expression of a test has names."""
 
-    def __init__(self, frame: Any, package: tuple[str, ...]) -> None:
+    def __init__(self, frame: Any, package: frozenset[str]) -> None:
         self._values = {**frame.f_globals, **frame.f_locals}
         self._locals, self._package = frame.f_locals, package
+        self._bound: set[str] = set()  # names that the expression itself binds
+        self._keep = False  # names stay names
+        self.named = False  # whether something of the package was named
         self.left: set[str] = set()  # local names of the test that stand for no plain value
 
     def fill(self, node: ast.AST) -> str:
-        """The source of an expression or a statement, with values."""
-        if isinstance(node, ast.expr):
-            return ast.unparse(self.visit(ast.parse(ast.unparse(node), mode="eval")))
-        return ast.unparse(self.visit(ast.parse(ast.unparse(node))))
+        """The source of an expression or a statement, with values. What calls nothing keeps its
+        names: their values would say the same as what was seen."""
+        text = self._fill(node, keep=not any(isinstance(n, ast.Call) for n in ast.walk(node)))
+        return text if self.named else self._fill(node, keep=True)
+
+    def value(self, node: ast.AST) -> str:
+        """The same of what is expected: names never stay where they have values."""
+        return self._fill(node, keep=False)
+
+    def _fill(self, node: ast.AST, *, keep: bool) -> str:
+        nodes = list(ast.walk(node))
+        self._bound = _bound([node]) | {n.arg for n in nodes if isinstance(n, ast.arg)}
+        self._keep = keep
+        is_expr = isinstance(node, ast.expr)
+        tree = ast.parse(ast.unparse(node), mode="eval" if is_expr else "exec")
+        return ast.unparse(self.visit(tree))
 
     def tests(self, node: ast.AST) -> bool:
         """Whether an expression calls or names what the package has."""
@@ -317,16 +345,28 @@ class Names(ast.NodeTransformer):
         return (right, left) if weight(right) > weight(left) else (left, right)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        if not isinstance(node.ctx, ast.Load) or node.id not in self._values:
+        if not isinstance(node.ctx, ast.Load) or node.id in self._bound:
             return node
-        text = self._text(self._values[node.id])
-        if not text and node.id in self._locals:
+        known = node.id in self._values
+        value = self._values.get(node.id)
+        self.named = self.named or self._of_package(value) or _module(value) in self._package
+        text = self._text(self._values[node.id]) if known and not self._keep else ""
+        if not text and (node.id in self._locals or not (known or hasattr(builtins, node.id))):
             self.left.add(node.id)
         return ast.parse(text, mode="eval").body if text else node
 
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name) and _is_plain(self._values.get(node.func.id, builtins)):
+            self.left.add(node.func.id)  # what should be callable, and isn't
+            node.args = [self.visit(argument) for argument in node.args]
+            return node
+        return self.generic_visit(node)
+
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
-        if of_self and (text := self._text(getattr(self._values.get("self"), node.attr, None))):
+        value = getattr(self._values.get("self"), node.attr, None) if of_self else None
+        if of_self and (text := self._text(value)):
+            self.named = self.named or self._of_package(value)
             return ast.parse(text, mode="eval").body
         return self.generic_visit(node)
 
@@ -376,9 +416,13 @@ class Names(ast.NodeTransformer):
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
         if not isinstance(module, str) or not isinstance(name, str):
             return ""
-        if module.split(".")[0] not in self._package or "<" in name:
+        if module not in self._package or "<" in name:
             return ""
         return f"{module}.{name}"
+
+
+def _module(value: Any) -> str:
+    return value.__name__ if inspect.ismodule(value) else ""
 
 
 def _is_plain(value: Any) -> bool:

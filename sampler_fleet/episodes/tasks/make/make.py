@@ -17,7 +17,7 @@ from enum import StrEnum
 from random import Random
 
 from contracts.errors import BadInputError
-from sampler_fleet.episodes.base import Sandboxes
+from sampler_fleet.episodes.base import SandboxError, Sandboxes
 from sampler_fleet.episodes.tasks.make.hidden import HiddenFile, hidden_files
 from sampler_fleet.episodes.tasks.make.issue import write_issue
 from sampler_fleet.episodes.tasks.make.mutations import Mutation, find_mutations
@@ -45,6 +45,7 @@ class Outcome(StrEnum):
     SLOW = "took too long"
     FLAKY = "failed differently in another run"
     REPEATED = "failed the same tests as another on its line"
+    LOST = "lost their sandbox"
     UNTOLD = "can't be told in an issue"
 
 
@@ -171,11 +172,7 @@ async def make_tasks(
     num_jobs: int,
     on_tried: Callable[[Outcome], None],
 ) -> AsyncIterator[MadeTask]:
-    """Up to `num` tasks; fewer where there are no more mutations to try.
-
-    Raises:
-        SandboxError: the infrastructure failed.
-    """
+    """Up to `num` tasks; fewer where there are no more mutations to try."""
     name = f"{subject.package.name}/{seed}"
     mutations = iter(choose_mutations(subject, Random(name)))
     seen: set[tuple[str, int, tuple[str, ...]]] = set()
@@ -204,7 +201,16 @@ async def make_tasks(
 async def _try(
     subject: Subject, sandboxes: Sandboxes, mutation: Mutation, seed: str
 ) -> tuple[Outcome, MadeTask | None]:
-    """Runs the tests on one mutant."""
+    """Runs the tests on one mutant. One that takes its sandbox down is none to keep."""
+    try:
+        return await _run_mutant(subject, sandboxes, mutation, seed)
+    except SandboxError:
+        return Outcome.LOST, None
+
+
+async def _run_mutant(
+    subject: Subject, sandboxes: Sandboxes, mutation: Mutation, seed: str
+) -> tuple[Outcome, MadeTask | None]:
     package = subject.package
     if not fix_patch(package, mutation):
         return Outcome.UNTOLD, None

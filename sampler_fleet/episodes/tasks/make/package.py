@@ -20,6 +20,7 @@ from sampler_fleet.episodes.tasks.sources.files import read_text, read_toml, wal
 _TEST_FOLDERS = ("tests", "test")
 _NO_MODULES = (*_TEST_FOLDERS, "setup", "conftest", "noxfile", "docs", "examples", "benchmarks")
 _COMPILED = (".c", ".cc", ".cpp", ".pyx", ".pxd", ".rs", ".f90", ".so", ".pyd")
+_NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?", re.ASCII)
 _LICENSES = ("license*", "licence*", "copying*")
 _LICENSE_CLASSIFIER = "License :: OSI Approved :: "
 
@@ -64,6 +65,8 @@ def read_package(folder: Path) -> Package:
     if not folder.is_dir():
         raise FileNotFoundError(2, "No such directory", str(folder))
     facts = _metadata(folder)
+    if not _NAME.fullmatch(facts["name"]):  # it becomes a part of paths
+        raise BadInputError(str(folder), expected="a package's name", found=facts["name"])
     base = folder / "src" if (folder / "src").is_dir() else folder
     names = _top_level(base, facts["name"])
     files: dict[str, str] = {}

@@ -85,7 +85,7 @@ def look(files: Any, wanted: list[str] | None, traced: bool, modules: list[str])
         try:
             tests[name]()
         except BaseException as error:
-            failures[name] = {} if traced else describe(error, sources, tops)
+            failures[name] = {} if traced else describe(error, sources, frozenset(modules))
     sys.settrace(None)
     return {
         "tests": sorted(tests),
