@@ -173,7 +173,8 @@ class Fleet:
                 if not self._turns[session_id]:
                     await self.end_session(session_id)
             self._update_shares()
-            await asyncio.to_thread(self.metering.save, self._clock_utc())
+            state = self.metering.state(self._clock_utc())
+            await asyncio.to_thread(self.metering.write, state)
 
     def set_targets(self, targets: Mapping[str, Target]) -> None:
         """What the autoscaler wants; BadInputError names a group that does not exist."""

@@ -70,11 +70,10 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
     metering = Metering(settings.fleet, time.time(), state_dir / "cost.json")
     identity = identify_checkpoint(checkpoint)
     fleet = Fleet(settings.fleet, identity, metering=metering)
-    most = episodes.max_concurrent + episodes.max_concurrent_evaluation
-    sandboxes = SandboxPool(episodes.num_sandboxes or most, episodes.sandbox)
+    most = episodes.num_sandboxes or episodes.max_concurrent + episodes.max_concurrent_evaluation
+    sandboxes = SandboxPool(most, episodes.sandbox)
     examination_rooms = SandboxPool(episodes.num_graders, episodes.sandbox)
-    num_containers = (episodes.num_sandboxes or most) + episodes.num_graders
-    containers = ContainerPool(episodes.sandbox, num_containers)
+    containers = ContainerPool(episodes.sandbox, most + episodes.num_graders)
     owner = f"model {identity.model_fingerprint} and tokenizer {identity.tokenizer_fingerprint}"
     spool = Spool(state_dir / "groups.sqlite", owner=owner)
     chat = episodes.agent.load_chat(checkpoint)

@@ -95,9 +95,7 @@ class CliRuntime(Runtime):
             async with asyncio.timeout(seconds):
                 out, err = await process.communicate()
         except BaseException as error:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            await _kill(process)
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"{self.name} {arguments[0]}: no answer in time") from error
             raise
@@ -181,10 +179,17 @@ class CliContainer(Container):
             )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(end.wait(), _CALL_S)
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            await _kill(end)
+        await _kill(process)
 
     def _complaint(self) -> str:
+        if self._errors < 0:
+            return ""
         return os.pread(self._errors, 2000, 0).decode("utf-8", "replace").strip()
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
