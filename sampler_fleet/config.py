@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from contracts.errors import BadInputError
 from contracts.runfile import Section, read_resolved, validate_section
 from contracts.types import KvFormat, Purpose, SamplingParams, WeightFormat
-from sampler_fleet.cost import Prices
+from sampler_fleet.cost import Price, Prices
 from sampler_fleet.episodes.agent import AgentConfig, EpisodeLimits
 from sampler_fleet.episodes.containers.launch import SandboxConfig
 from sampler_fleet.episodes.grading import GradingLimits
