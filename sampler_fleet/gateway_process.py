@@ -21,8 +21,8 @@ from sampler_fleet.config import Settings, read_settings
 from sampler_fleet.episodes.agent import run_episode
 from sampler_fleet.episodes.base import Task
 from sampler_fleet.episodes.chat import ChatFormat
-from sampler_fleet.episodes.containers.grading import PlacesGrader
-from sampler_fleet.episodes.containers.pool import ContainerPool, Places
+from sampler_fleet.episodes.containers.grading import GraderByTask
+from sampler_fleet.episodes.containers.pool import ContainerPool, SandboxesByTask
 from sampler_fleet.episodes.grading import Grader
 from sampler_fleet.episodes.sandbox import SandboxPool
 from sampler_fleet.episodes.tasks.choose import choose_tasks
@@ -77,8 +77,10 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
     owner = f"model {identity.model_fingerprint} and tokenizer {identity.tokenizer_fingerprint}"
     spool = Spool(state_dir / "groups.sqlite", owner=owner)
     chat = episodes.agent.load_chat(checkpoint)
-    grader = PlacesGrader(examination_rooms, episodes.grading, containers=containers)
-    producer = _producer(settings, chat, fleet, Places(sandboxes, containers), grader, spool)
+    grader = GraderByTask(examination_rooms, episodes.grading, containers=containers)
+    producer = _producer(
+        settings, chat, fleet, SandboxesByTask(sandboxes, containers), grader, spool
+    )
     groups = _openai_groups(settings, chat, fleet, spool, producer)
     try:
         server, port = await start_server(
@@ -127,7 +129,7 @@ def _producer(
     settings: Settings,
     chat: ChatFormat,
     fleet: Fleet,
-    places: Places,
+    places: SandboxesByTask,
     grader: Grader,
     spool: Spool,
 ) -> Producer:

@@ -42,7 +42,7 @@ _STATUS = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\s+(\S.*)$")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-class PlacesGrader(Grader):
+class GraderByTask(Grader):
     """Grades tasks with a checkout in containers of its own, and others as `Grader`.
 
     `sandboxes` are for the others; None: there are no others.

@@ -152,7 +152,7 @@ class ContainerPool:
         await asyncio.shield(container.close())
 
 
-class Places:
+class SandboxesByTask:
     """Where each task's sandbox is: on this machine if it has a tree, else in a container."""
 
     def __init__(self, trees: Sandboxes, containers: ContainerPool) -> None:

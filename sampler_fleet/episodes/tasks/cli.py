@@ -134,14 +134,14 @@ async def _check(
 ) -> list[Finding]:
     from rich.progress import Progress
 
-    from sampler_fleet.episodes.containers.grading import PlacesGrader
+    from sampler_fleet.episodes.containers.grading import GraderByTask
     from sampler_fleet.episodes.containers.pool import ContainerPool
     from sampler_fleet.episodes.sandbox import SandboxPool
     from sampler_fleet.episodes.tasks.check import check_tasks
 
     containers = ContainerPool(config, jobs)
     pool = SandboxPool(jobs) if any(task.checkout is None for task in tasks) else None
-    grader = PlacesGrader(pool, containers=containers)
+    grader = GraderByTask(pool, containers=containers)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("checking", total=len(tasks))
         try:

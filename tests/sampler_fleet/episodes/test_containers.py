@@ -20,7 +20,7 @@ from sampler_fleet.episodes.base import Checkout, Judge, SandboxError, Task
 from sampler_fleet.episodes.containers import cli, modal_sandbox
 from sampler_fleet.episodes.containers.base import NoImageError
 from sampler_fleet.episodes.containers.grading import (
-    PlacesGrader,
+    GraderByTask,
     parse_results,
     parse_reward,
     parse_statuses,
@@ -33,7 +33,7 @@ from sampler_fleet.episodes.containers.launch import (
 )
 from sampler_fleet.episodes.containers.modal_sandbox import ModalRuntime
 from sampler_fleet.episodes.containers.owner import LABEL, is_orphan, owner
-from sampler_fleet.episodes.containers.pool import ContainerPool, Places, find_runtime
+from sampler_fleet.episodes.containers.pool import ContainerPool, SandboxesByTask, find_runtime
 from sampler_fleet.episodes.patch import Patch, capture
 from sampler_fleet.episodes.tasks.check import Outcome, check_task
 from sampler_fleet.episodes.tasks.choose import why_not_here
@@ -209,7 +209,7 @@ async def place(request):
 @pytest.fixture
 async def box(place):
     pool, image = place
-    async with Places(None, pool).of(a_task(image)).open({}) as box:  # type: ignore[arg-type]
+    async with SandboxesByTask(None, pool).of(a_task(image)).open({}) as box:  # type: ignore[arg-type]
         yield box
 
 
@@ -303,7 +303,7 @@ class TestContract:
 class TestGrading:
     @pytest.fixture
     def grader(self, place):
-        return PlacesGrader(None, containers=place[0])
+        return GraderByTask(None, containers=place[0])
 
     @pytest.mark.parametrize(
         ("judge", "command"),
@@ -338,7 +338,7 @@ class TestPool:
         with pytest.raises(NoImageError, match=r"none:1 can't be pulled: .*manifest unknown"):
             async with pool.open(task.checkout, hidden=True):
                 pytest.fail("it started")
-        grader = PlacesGrader(None, containers=pool)
+        grader = GraderByTask(None, containers=pool)
         finding = await check_task(task, grader, pool.missing)
         assert finding.outcome == Outcome.SKIPPED
         assert "registry.example/none:1" in finding.reason
@@ -415,7 +415,7 @@ async def inner_pid(pid: int) -> int:
 class TestVerdicts:
     @pytest.fixture
     def grader(self, pool):
-        return PlacesGrader(None, containers=pool)
+        return GraderByTask(None, containers=pool)
 
     async def test_check(self, pool, grader):
         assert (await check_task(a_task("base"), grader, pool.missing)).outcome == Outcome.USABLE
