@@ -17,11 +17,13 @@ from contracts.credentials import Tls, read_tls
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 
 
-def run_guide(directory: Path, block: int) -> None:
-    """Runs the n-th bash block of the guide in `directory`, its gateway being localhost."""
+def run_guide(directory: Path, section: str) -> None:
+    """Runs the first bash block of a section of the guide in `directory`, its gateway being
+    localhost."""
     if not (shutil.which("openssl") and shutil.which("bash")):
         pytest.skip("needs bash and openssl")
-    script = re.findall(r"^```bash\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)[block]
+    text = GUIDE.read_text().partition(f"\n## {section}\n")[2]
+    script = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0]
     script = script.replace("gateway.example", "localhost")
     command = ["bash", "-euo", "pipefail", "-c", script]
     subprocess.run(command, cwd=directory, check=True, capture_output=True, timeout=60)
@@ -30,7 +32,7 @@ def run_guide(directory: Path, block: int) -> None:
 def make_certificates(directory: Path) -> Path:
     """The directory, made, with ca.pem, and NAME.pem and NAME.key of each process of the guide."""
     directory.mkdir()
-    run_guide(directory, 0)
+    run_guide(directory, "Certificates")
     return directory
 
 

@@ -325,7 +325,7 @@ def test_an_unusable_file_leaves_the_token_as_it_was(tmp_path, caplog) -> None:
 
 
 def test_the_guide_makes_a_token(tmp_path) -> None:
-    run_guide(tmp_path, 1)
+    run_guide(tmp_path, "Changing the token")
     path = tmp_path / "token"
     assert path.stat().st_mode & 0o077 == 0
     assert len(read_credentials(path).token.current()) == 64
