@@ -77,19 +77,15 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
     owner = f"model {identity.model_fingerprint} and tokenizer {identity.tokenizer_fingerprint}"
     spool = Spool(state_dir / "groups.sqlite", owner=owner)
     chat = episodes.agent.load_chat(checkpoint)
+    places = SandboxesByTask(sandboxes, containers)
     grader = GraderByTask(examination_rooms, episodes.grading, containers=containers)
-    producer = _producer(
-        settings, chat, fleet, SandboxesByTask(sandboxes, containers), grader, spool
-    )
+    producer = _producer(settings, chat, fleet, places, grader, spool)
     groups = _openai_groups(settings, chat, fleet, spool, producer)
     try:
-        server, port = await start_server(
-            listen,
-            credentials,
-            lambda server: add_services(
-                server, fleet=fleet, spool=spool, producer=producer, weights_address=weights
-            ),
+        services = functools.partial(
+            add_services, fleet=fleet, spool=spool, producer=producer, weights_address=weights
         )
+        server, port = await start_server(listen, credentials, services)
         try:
             write_port_file(port_file, port)
             log.info("listening on port %d; %d groups kept", port, spool.count())
@@ -109,9 +105,8 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
                     credentials=credentials,
                 ),
             ):
-                work = asyncio.ensure_future(
-                    _first_failure(fleet.keep_leases(), producer.run(), groups.run())
-                )
+                jobs = (fleet.keep_leases(), producer.run(), groups.run())
+                work = asyncio.ensure_future(_first_failure(*jobs))
                 await run_until_stopped(work, work.cancel)
         finally:
             fleet.stop()
