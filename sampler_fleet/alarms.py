@@ -36,10 +36,9 @@ def fleet_alarms(
             yield f"sampler {sampler.sampler_id}: {lag} versions behind"
     held: dict[tuple[str, int], dict[str, str]] = {}  # (group, version) -> checksum -> a sampler
     for sampler in ready:
-        switch = sampler.switch
-        if switch and switch.weights_checksum and switch.version == sampler.version:
+        if checksum := sampler.weights_checksum:
             key = (sampler.info.group, sampler.version)
-            held.setdefault(key, {}).setdefault(switch.weights_checksum, sampler.sampler_id)
+            held.setdefault(key, {}).setdefault(checksum, sampler.sampler_id)
     for (group, version), samplers_by_checksum in held.items():
         if len(names := sorted(samplers_by_checksum.values())) > 1:
             yield f"group {group}: {' and '.join(names)} hold other weights under version {version}"

@@ -119,10 +119,6 @@ class Metering:
             if not self._is_closed:
                 self._replace(state)
 
-    def save(self, now: float) -> None:
-        """Writes the account, if it has a file."""
-        self.write(self.state(now))
-
     def close(self, now: float) -> None:
         """The run ends and its samplers with it: nothing is held from now on, and this is the last
         that is written."""

@@ -48,6 +48,12 @@ class Sampler:
     def sampler_id(self) -> str:
         return self.info.sampler_id
 
+    @property
+    def weights_checksum(self) -> str:
+        """Of the weights it holds, if it told that of the version it has."""
+        switch = self.switch
+        return switch.weights_checksum if switch and switch.version == self.version else ""
+
 
 class Registry:
     """The samplers of one run."""
@@ -166,7 +172,7 @@ class Registry:
         """
         held: dict[int, dict[str, list[str]]] = {}  # version -> checksum -> samplers
         for sampler in self._samplers[group].values():
-            if sampler.phase != SamplerPhase.LOST and (checksum := _checksum(sampler)):
+            if sampler.phase != SamplerPhase.LOST and (checksum := sampler.weights_checksum):
                 by_checksum = held.setdefault(sampler.version, {})
                 by_checksum.setdefault(checksum, []).append(sampler.sampler_id)
         odd = []
@@ -278,12 +284,6 @@ def measured_capacities(ready: Mapping[str, Sequence[Sampler]]) -> dict[str, flo
         group: sum(s.tokens_per_second or per_place * s.info.max_sessions for s in samplers)
         for group, samplers in ready.items()
     }
-
-
-def _checksum(sampler: Sampler) -> str:
-    """Of the weights it holds, if it told that of the version it has."""
-    switch = sampler.switch
-    return switch.weights_checksum if switch and switch.version == sampler.version else ""
 
 
 def _tracked(sampler: Sampler, load: EngineLoad) -> float:

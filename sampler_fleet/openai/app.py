@@ -34,7 +34,7 @@ from sampler_fleet.openai.request import (
 )
 from sampler_fleet.openai.session import BRANCH_HEADER, Session
 from sampler_fleet.process import write_port_file
-from sampler_fleet.web.server import HEADERS, Handler, serving
+from sampler_fleet.web.server import HEADERS, Handler, serving, shown_token
 
 log = logging.getLogger(__name__)
 
@@ -205,9 +205,7 @@ def _guarded(token: Token):
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        scheme, _, shown = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        # header bytes that are no UTF-8 come as lone surrogates, and no token has any
-        shown = shown.encode("utf-8", "replace").decode() if scheme == "Bearer" else ""
+        shown = shown_token(request)
         role = token.role_of(shown)
         if role is None:
             found = "another token" if shown else "none"

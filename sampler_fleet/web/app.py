@@ -30,7 +30,7 @@ from contracts.roles import may_call
 from sampler_fleet.metrics import FleetCollector
 from sampler_fleet.process import write_port_file
 from sampler_fleet.web import page
-from sampler_fleet.web.server import make_app, refusal, serving
+from sampler_fleet.web.server import make_app, refusal, serving, shown_token
 
 log = logging.getLogger(__name__)
 
@@ -159,9 +159,7 @@ def _refuse(request: web.Request, token: Token) -> web.Response | None:
         return refusal(403, "The request comes from a page of another site.")
     if not token:
         return refusal(403, "This gateway was started without a token, so nobody may change it.")
-    scheme, _, shown = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-    # header bytes that are no UTF-8 come as lone surrogates, and no token has any
-    shown = shown.encode("utf-8", "replace").decode() if scheme == "Bearer" else ""
+    shown = shown_token(request)
     role = token.role_of(shown)
     if role is None:
         found = "another token" if shown else "no token"

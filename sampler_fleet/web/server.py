@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from prometheus_client.registry import Collector
 
 from contracts.credentials import Tls
@@ -79,6 +79,13 @@ def make_app(collector: Callable[[], Collector]) -> web.Application:
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/healthz", healthz)
     return app
+
+
+def shown_token(request: web.Request) -> str:
+    """The bearer token of a request, "" without one."""
+    scheme, _, shown = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    # header bytes that are no UTF-8 come as lone surrogates, and no token has any
+    return shown.encode("utf-8", "replace").decode() if scheme == "Bearer" else ""
 
 
 @contextlib.asynccontextmanager

@@ -85,7 +85,7 @@ def test_a_killed_gateway_held_on_for_at_most_its_lease(tmp_path, away_s, counte
     path = tmp_path / "state" / "cost.json"
     first = metering(path)
     first.hold([sampler("a0"), sampler("a1", price=4.0)], {}, START)
-    first.save(START + HOUR)
+    first.write(first.state(START + HOUR))
     now = START + HOUR + away_s
     again = metering(path, now)
     hours = 1 + counted_s / HOUR
