@@ -99,14 +99,7 @@ class Places:
                 )
         deadline = self._clock() + grace_s
         while True:
-            decision = self._router.route(
-                session_id,
-                self._registry,
-                purpose=purpose,
-                min_version=min_version,
-                now=self._clock(),
-                avoid=avoid,
-            )
+            decision = self._decide(session_id, purpose, min_version, avoid)
             if isinstance(decision, Route):
                 return decision
             await self._patiently(session_id, decision, deadline)
@@ -152,19 +145,25 @@ class Places:
         while True:
             async with self._entrance[purpose]:
                 while True:
-                    decision = self._router.route(
-                        session_id,
-                        self._registry,
-                        purpose=purpose,
-                        min_version=min_version,
-                        now=self._clock(),
-                    )
+                    decision = self._decide(session_id, purpose, min_version)
                     if isinstance(decision, Route):
                         return decision
                     if not decision.is_full or self._others_may_pass(purpose, min_version):
                         break
                     await self._until_changed(None)
             await self._patiently(session_id, decision, None if decision.is_full else deadline)
+
+    def _decide(
+        self, session_id: str, purpose: Purpose, min_version: int, avoid: Collection[str] = ()
+    ) -> Route | Wait:
+        return self._router.route(
+            session_id,
+            self._registry,
+            purpose=purpose,
+            min_version=min_version,
+            now=self._clock(),
+            avoid=avoid,
+        )
 
     def _others_may_pass(self, purpose: Purpose, min_version: int) -> bool:
         """Whether some sampler is of use to sessions that are content with an older version."""
