@@ -335,6 +335,9 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
         await asyncio.shield(self._making[key])
 
     def _write_delta(self, format: WeightFormat, base: int, version: int) -> None:
+        edge = base, version
+        if edge in self._store.deltas(format) or (format, edge) in self._refused:
+            return  # made since this sampler's chain was looked for
         start = time.monotonic()
         old, new = (self._store.directory(v, format) for v in (base, version))
         try:  # what is made of changed bytes would lead every sampler astray
@@ -342,13 +345,13 @@ class WeightService(weights_pb2_grpc.WeightsServicer):
                 verify_directory(directory, self._store.manifest(v, format))
         except CorruptError as error:
             log.error("no delta from version %d to %d in %s: %s", base, version, format, error)
-            self._refused.add((format, (base, version)))
+            self._refused.add((format, edge))
             return
         staged = self._store.stage()
         try:
             size = write_deltas(old, new, staged)
             if size is None or size >= _size(self._store.manifest(version, format)):
-                self._refused.add((format, (base, version)))
+                self._refused.add((format, edge))
                 return
             self._store.add_delta(staged, base, version, format)
         finally:

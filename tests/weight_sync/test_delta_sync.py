@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,37 @@ async def test_a_delta_is_made_once_for_all_samplers(tmp_path, contents, monkeyp
         fetched = await asyncio.gather(*(take(client, 2) for client in clients))
     assert [result.base_version for result in fetched] == [1] * 8
     assert len(made) == 1
+
+
+async def test_a_sampler_that_asked_before_a_delta_was_made_gets_that_one(
+    tmp_path, contents, monkeypatch
+):
+    both_asked, is_made = threading.Barrier(2, timeout=30), threading.Event()
+    write, missing = service.write_deltas, service.WeightService._missing_delta
+
+    def missing_late(*args):
+        edge = missing(*args)
+        if both_asked.wait():  # 1 of the two
+            assert is_made.wait(30)
+        return edge
+
+    written = []
+    monkeypatch.setattr(
+        service, "write_deltas", lambda *paths: written.append(paths[:2]) or write(*paths)
+    )
+    monkeypatch.setattr(service.WeightService, "_missing_delta", missing_late)
+    async with running(tmp_path, contents) as sync:
+        one, two = sync.sampler("one"), sync.sampler("two")
+        await sync.put(1)
+        for client in (one, two):
+            await take(client, 1)
+        await sync.put(2)
+        late = asyncio.gather(take(one, 2), take(two, 2))
+        while not sync.store.deltas(BF16):
+            await asyncio.sleep(0.01)
+        is_made.set()
+        assert [fetched.base_version for fetched in await late] == [1, 1]
+    assert len(written) == 1
 
 
 async def test_a_corrupt_delta_on_disk_is_dropped_and_made_again(tmp_path, contents):
