@@ -1,9 +1,10 @@
 """`python -m benchmarks.engine`: sampled tokens/s of the embedded engine in each precision.
 
 The peers in the same run are `transformers` generate and its continuous batching on the same
-weights, in bfloat16 and float32, with the same top-p and top-k. Everything counts: prompts,
-sampling, and for the engine the record of every candidate set. Also the prefill rate, the pause of
-an in-flight weight update, and how far float32 log-probs are from those of a full forward pass.
+weights, in bfloat16 and float32, with the same top-p and top-k. Sampling counts, and for the engine
+the record of every candidate set; rates are with the prompts and without (`decode`). Also the
+prefill rate, the pause of an in-flight weight update, and how far float32 log-probs are from those
+of a full forward pass.
 """
 
 from __future__ import annotations
@@ -157,28 +158,40 @@ def batching_peer(root: Path, dtype: torch.dtype, batch: int, length: int) -> It
 
 
 def measure(calls: dict[str, Call], batch: int, prompt: int, new: int, runs: int) -> dict:
-    """Rates, and times as fast as the fastest peer and as the peers of each dtype."""
+    """Rates, and times as fast as the peers of each dtype.
+
+    `decode` counts what comes after the first token of each reply: the difference to a run that
+    draws only that one.
+    """
     rng = np.random.default_rng(batch)
     prompts = rng.integers(0, MODEL["vocab_size"], (batch, prompt)).astype(np.int32)
 
-    def contender(call: Call) -> Callable[[], None]:
+    def contender(call: Call, num_new: int) -> Callable[[], None]:
         def run() -> None:
-            num = call(prompts, new)
-            assert num == batch * new, f"{num} tokens instead of {batch * new}"
+            num = call(prompts, num_new)
+            assert num == batch * num_new, f"{num} tokens instead of {batch * num_new}"
 
         return run
 
-    timings = harness.take_turns({name: contender(call) for name, call in calls.items()}, runs)
+    firsts = {f"{name}, first token": contender(call, 1) for name, call in calls.items()}
+    wholes = {name: contender(call, new) for name, call in calls.items()}
+    timings = harness.take_turns(wholes | (firsts if new > 1 else {}), runs)
+    seconds = {name: {"all": timings[name].median_s} for name in calls}
+    if new > 1:
+        for name, times in seconds.items():
+            times["decode"] = times["all"] - timings[f"{name}, first token"].median_s
+    counts = {"all": batch * new, "decode": batch * (new - 1)}
     peers = [name for name in calls if name not in GROUPS]
     return {
         name: {
-            "tokens_per_s": round(batch * new / timing.median_s, 1),
+            "tokens_per_s": {part: round(counts[part] / took) for part, took in times.items()},
             "times": {
-                other: round(timings[other].median_s / timing.median_s, 2) for other in peers
+                other: {part: round(seconds[other][part] / times[part], 2) for part in times}
+                for other in peers
             },
-            **asdict(timing),
+            **asdict(timings[name]),
         }
-        for name, timing in timings.items()
+        for name, times in seconds.items()
     }
 
 
@@ -302,7 +315,7 @@ def main() -> None:
             )
         prefill = compare(root, calls, 8, 1000, 1, arguments.runs)
         results["prefill of 8 x 1000 tokens, tokens/s"] = {
-            name: round(8000 / timing["median_s"]) for name, timing in prefill.items()
+            name: round(8000 / found["median_s"]) for name, found in prefill.items()
         }
         results["in-flight update"] = {
             name: runner.run(switch_seconds(engines[name], checkpoints[format]))

@@ -165,18 +165,22 @@ def quantize_fp8(x_NxI: np.ndarray, values_NxI: np.ndarray, scale_NxG: np.ndarra
 def quantize_nvfp4(x_NxI: np.ndarray, values_NxI: np.ndarray, scale_Nx1: np.ndarray) -> None:
     """x ~ values * scale: values are E2M1 times the E4M3 scale of their block of 16."""
     size = x_NxI.shape[1]
+    scales = np.empty(size, _F32)  # of each input's block: loops over whole rows are vector code
     for n in range(len(x_NxI)):
-        scale = _F32(_amax(x_NxI[n]) / _F32(_E2M1_MAX * _E4M3_MAX))
+        x, values = x_NxI[n], values_NxI[n]
+        scale = _F32(_amax(x) / _F32(_E2M1_MAX * _E4M3_MAX))
         scale_Nx1[n, 0] = scale
+        for i in range(size):
+            values[i] = _F32(x[i] / scale)
         for start in range(0, size, _NVFP4_BLOCK):
-            x = x_NxI[n, start : start + _NVFP4_BLOCK]
-            values = values_NxI[n, start : start + _NVFP4_BLOCK]
-            for i in range(_NVFP4_BLOCK):
-                values[i] = _F32(x[i] / scale)
-            block_scale = round_e4m3(_F32(_amax(values) / _E2M1_MAX))
-            divisor = _F32(1) if block_scale == 0 else block_scale
-            for i in range(_NVFP4_BLOCK):
-                values[i] = _F32(round_e2m1(_F32(values[i] / divisor)) * block_scale)
+            largest = _F32(_LEAST_AMAX).view(np.uint32)
+            for i in range(start, start + _NVFP4_BLOCK):
+                largest = max(largest, _U32(_F32(values[i]).view(np.uint32) & _MAGNITUDE))
+            amax = _U32(largest).view(np.float32)
+            scales[start : start + _NVFP4_BLOCK] = round_e4m3(_F32(amax / _E2M1_MAX))
+        for i in range(size):
+            divisor = _F32(1) if scales[i] == 0 else scales[i]
+            values[i] = _F32(round_e2m1(_F32(values[i] / divisor)) * scales[i])
 
 
 @_inline
@@ -337,11 +341,19 @@ def _scores(q: np.ndarray, keys_Cxh: np.ndarray, out_C: np.ndarray) -> None:
 
 @_sums
 def _mix(weights_C: np.ndarray, values_Cxh: np.ndarray, out: np.ndarray) -> None:
+    length, size = values_Cxh.shape
+    whole = length - length % 8
     out[:] = 0
-    for c in range(len(weights_C)):
-        weight, value = weights_C[c], values_Cxh[c]
-        for i in range(len(out)):
-            out[i] += weight * value[i]
+    for c in range(0, whole, 8):  # each result is read and written once for eight positions
+        w, v = weights_C[c : c + 8], values_Cxh[c : c + 8]
+        for i in range(size):
+            out[i] += (
+                ((w[0] * v[0, i] + w[1] * v[1, i]) + (w[2] * v[2, i] + w[3] * v[3, i]))
+                + ((w[4] * v[4, i] + w[5] * v[5, i]) + (w[6] * v[6, i] + w[7] * v[7, i]))
+            )  # fmt: skip
+    for c in range(whole, length):
+        for i in range(size):
+            out[i] += weights_C[c] * values_Cxh[c, i]
 
 
 @_compiled

@@ -87,14 +87,15 @@ class Record:
             end = start + len(list(run))
             spans.append(VersionSpan(version=version, start=start, end=end))
             start = end
-        empty = CandidateSets.empty()
-        candidates = empty
-        if self.tokens:
-            candidates = CandidateSets.from_counts(
+        candidates = (
+            CandidateSets.from_counts(
                 np.array([len(ids) for ids in self.ids], np.int64),
                 np.concatenate(self.ids),
                 np.concatenate(self.candidate_logp),
             )
+            if self.tokens
+            else CandidateSets.empty()
+        )
         chunk = Completion(
             tokens=np.array(self.tokens, np.int32),
             sampler_logp=np.array(self.logp, np.float32),
