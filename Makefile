@@ -10,7 +10,7 @@ SET ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup browser demo test unit e2e test-sglang check format proto warmstart clean
+.PHONY: help setup browser demo test unit e2e test-sglang test-agents check format proto warmstart clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | column -t -s '|'
@@ -35,6 +35,10 @@ browser: ## Chromium, for the tests of the gateway's page
 test-sglang: setup ## the engine port against a real SGLang server on this CPU
 	@python="$$(PYTHON="$(PYTHON)" bash tools/sglang_env.sh)" && \
 		SGLANG_PYTHON="$$python" $(BIN)/python -m pytest --timeout 600 tests/sglang
+
+test-agents: setup ## the OpenAI endpoint under the real mini-swe-agent
+	@python="$$(PYTHON="$(PYTHON)" bash tools/agents_env.sh)" && MINI_SWE_AGENT_PYTHON="$$python" \
+		$(BIN)/python -m pytest tests/sampler_fleet/openai/test_mini_swe_agent.py
 
 check: setup ## lint, types, layout, generated files
 	$(BIN)/ruff check .

@@ -7,9 +7,11 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as arrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from contracts.errors import BadInputError
 from sampler_fleet.episodes.base import Judge, Task
@@ -183,11 +185,8 @@ class TestFormats:
         assert renamed.fix_deletes == ("shop/cart.py",)
         assert read_tasks(DATA / "local" / "shop-total") == [task]
 
-    @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="no pyarrow")
     @pytest.mark.parametrize("path", ["swebench", "swe_gym", "r2e", "smith", "mimo/code"])
     def test_parquet_holds_the_same(self, path, tmp_path):
-        arrow = importlib.import_module("pyarrow")
-        parquet = importlib.import_module("pyarrow.parquet")
         source = DATA / f"{path}.jsonl"
         rows = [json.loads(line) for line in source.read_text().splitlines()]
         copy = tmp_path / "data" / "train-00000-of-00001.parquet"
@@ -197,8 +196,8 @@ class TestFormats:
         shutil.copy(mapping, copy.parent)
         assert read_tasks(tmp_path) == read_tasks(copy) == read_tasks(source)
 
-    @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is here")
-    def test_parquet_without_pyarrow_says_what_to_do(self, tmp_path):
+    def test_parquet_without_pyarrow_says_what_to_do(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         (tmp_path / "rows.parquet").write_bytes(b"PAR1....PAR1")
         with pytest.raises(BadInputError, match="pip install pyarrow") as raised:
             read_tasks(tmp_path)

@@ -1,15 +1,13 @@
 """The real mini-swe-agent against the endpoint, in tool mode and in text mode, unchanged.
 
 The package and what it needs take 750 MB, so it is no dependency of ours: the test runs where
-MINI_SWE_AGENT_PYTHON is a Python that has it, or this Python has it (docs/openai.md).
+MINI_SWE_AGENT_PYTHON is a Python that has it (`make test-agents`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +18,6 @@ from tests.sampler_fleet.episodes import qwen
 from tests.sampler_fleet.openai.endpoint import AGENT, DEMO, LIMITS, running_endpoint
 
 PYTHON = os.environ.get("MINI_SWE_AGENT_PYTHON", "")
-if not PYTHON and importlib.util.find_spec("minisweagent"):
-    PYTHON = sys.executable
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="no MINI_SWE_AGENT_PYTHON with mini-swe-agent"),
