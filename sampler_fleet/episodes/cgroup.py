@@ -1,7 +1,9 @@
-"""Memory and process limits for a whole sandbox, by control groups where this user may make them.
+"""Limits of a whole sandbox, by control groups where this user may make them.
 
 Owns finding a writable hierarchy (v1 or v2), one group per sandbox slot, and its removal. Must not
-start processes. Without a writable hierarchy there are only the limits of each process.
+start processes. Memory and processes are limited or there is no group; processor time is limited
+where that controller is to be had, too. Without a writable hierarchy there are only the limits of
+each process.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pathlib import Path
 
 _PREFIX = "mixed-samplers"
 _EXTRA_PROCESSES = 4  # bubblewrap itself and what starts it
+_PERIOD_US = 100_000  # that processor time is counted over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,38 +48,59 @@ def find_parents(root: Path = Path("/sys/fs/cgroup")) -> tuple[Path, ...]:
     """Where groups can be made: () if nowhere."""
     if (root / "cgroup.controllers").exists():
         return _find_v2(root)
-    parents = (root / "memory", root / "pids")
-    usable = all(
-        (parent / "cgroup.procs").exists() and os.access(parent, os.W_OK) for parent in parents
-    )
-    return parents if usable else ()
+    memory, pids, cpu = (root / name for name in ("memory", "pids", "cpu"))
+    if not (_usable(memory) and _usable(pids)):
+        return ()
+    return (memory, pids, cpu) if _usable(cpu) else (memory, pids)
+
+
+def _usable(parent: Path) -> bool:
+    return os.access(parent / "cgroup.procs", os.W_OK) and os.access(parent, os.W_OK)
 
 
 def _find_v2(root: Path) -> tuple[Path, ...]:
-    """Our own group if it hands memory and pids on to groups below, or can be told to."""
+    """The nearest group around us that hands memory and pids on to groups below it.
+
+    Our own can't be told to while this process is in it, unless it is the root; that above it, a
+    slice of systemd's, does so already as a rule.
+    """
     own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-    parent = root / own
-    control = parent / "cgroup.subtree_control"
-    with contextlib.suppress(OSError):
-        if not {"memory", "pids"} <= set(control.read_text().split()):
-            control.write_text("+memory +pids")  # refused where processes are in the group itself
-        if os.access(parent, os.W_OK):
-            return (parent,)
+    for parent in (root / own, *(root / above for above in Path(own).parents)):
+        control = parent / "cgroup.subtree_control"
+        with contextlib.suppress(OSError):
+            handed_on = set(control.read_text().split())
+            if not {"memory", "pids"} <= handed_on:
+                control.write_text("+memory +pids")
+            if "cpu" not in handed_on:
+                with contextlib.suppress(OSError):
+                    control.write_text("+cpu")
+            if _usable(parent):
+                return (parent,)
     return ()
 
 
 def make_group(
-    parents: tuple[Path, ...], name: str, *, memory_bytes: int, num_processes: int
+    parents: tuple[Path, ...],
+    name: str,
+    *,
+    memory_bytes: int,
+    num_processes: int,
+    num_cpus: float,
 ) -> Group | None:
     """A group of this process by that name; None where no group can be made."""
     if not parents:
         return None
     group = Group(folders=tuple(p / f"{_PREFIX}-{os.getpid()}-{name}" for p in parents))
+    quota_us = max(round(num_cpus * _PERIOD_US), 1000)
     limits = {
         "memory.max": memory_bytes,
         "memory.swap.max": 0,
         "memory.limit_in_bytes": memory_bytes,
+        "memory.memsw.limit_in_bytes": memory_bytes,  # after that without swap: never below it
         "pids.max": num_processes + _EXTRA_PROCESSES,
+        "cpu.max": f"{quota_us} {_PERIOD_US}",
+        "cpu.cfs_period_us": _PERIOD_US,
+        "cpu.cfs_quota_us": quota_us,
     }
     try:
         for folder in group.folders:

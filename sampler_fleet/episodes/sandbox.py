@@ -4,7 +4,8 @@ Owns what is mounted and limited, how a sandbox starts and ends, and the pool. T
 tmpfs inside: the host never opens a path that the policy can write, and when the last process is
 gone nothing is left. Must not know what commands mean.
 
-As root, each slot runs under a uid of its own, so that the kernel counts its processes apart.
+As root, each slot runs under a uid of its own (`uids.py`). Namespaces leave some of the kernel
+shared: what of it commands must not use is in `seccomp.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,13 +28,14 @@ from contracts.errors import BadInputError
 from contracts.runfile import Section
 from sampler_fleet.episodes import cgroup
 from sampler_fleet.episodes.base import SandboxError
+from sampler_fleet.episodes.seccomp import make_filter
 from sampler_fleet.episodes.standalone import standalone
 from sampler_fleet.episodes.supervised import Supervised, encode_path
+from sampler_fleet.episodes.uids import FIRST_UID, Uid
 
 _log = logging.getLogger(__name__)
 
 _SUPERVISOR = standalone("wire", "sandbox_supervisor")
-_FIRST_UID = 100_000
 _CLOSE_S = 5.0
 _ASK_VERSION = """
 import os, sys
@@ -58,13 +60,14 @@ class SandboxLimits(Section):
     memory_bytes: int = Field(default=1 << 30, ge=64 << 20)  # of a process; with cgroups, of all
     disk_bytes: int = Field(default=32 << 20, ge=1 << 20)  # of /work and of /tmp
     num_processes: int = Field(default=64, ge=8)
+    num_cpus: float = Field(default=1.0, gt=0)  # of all processes, where there are cgroups
     cpu_seconds: int = Field(default=60, ge=1)  # of a process
     output_bytes: int = Field(default=16 << 20, ge=1 << 10)  # a command that writes more is stopped
     tree_bytes: int = Field(default=8 << 20, ge=1 << 10)  # of a snapshot
     start_seconds: float = Field(default=30.0, gt=0)
 
 
-_TOLD = set(SandboxLimits.model_fields) - {"start_seconds"}
+_TOLD = set(SandboxLimits.model_fields) - {"start_seconds", "num_cpus"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +81,15 @@ class Host:
     stage: bool  # only root can reach python_prefix: bind it where a slot's uid can
     cgroup_parents: tuple[Path, ...]
     limit_processes: bool  # RLIMIT_NPROC counts per sandbox
+    refused_calls: bytes  # the filter of system calls
 
 
 def find_host(pythons: Sequence[str] = ("/usr/bin/python3", sys.executable)) -> Host:
     """Looks for bubblewrap, an interpreter and control groups, and tries them once.
 
     Raises:
-        BadInputError: no bubblewrap, no interpreter, or the system won't let us use namespaces.
+        BadInputError: no bubblewrap, no interpreter, root without setpriv, or the system won't let
+            us use namespaces.
     """
     bwrap = shutil.which("bwrap")
     if bwrap is None:
@@ -93,8 +98,14 @@ def find_host(pythons: Sequence[str] = ("/usr/bin/python3", sys.executable)) -> 
             expected="bubblewrap (Debian, Ubuntu: apt-get install bubblewrap)",
             found="no bwrap on PATH",
         )
+    drop_uid = os.geteuid() == 0  # the kernel doesn't limit root's processes
+    if drop_uid and shutil.which("setpriv") is None:
+        raise BadInputError(
+            "sandbox",
+            expected="setpriv (of util-linux), to start sandboxes as root",
+            found="no setpriv on PATH",
+        )
     python, prefix = _find_python(pythons)
-    drop_uid = os.geteuid() == 0 and shutil.which("setpriv") is not None
     host = Host(
         bwrap=bwrap,
         python=python,
@@ -103,8 +114,11 @@ def find_host(pythons: Sequence[str] = ("/usr/bin/python3", sys.executable)) -> 
         stage=drop_uid and prefix is not None and not _others_reach(Path(prefix)),
         cgroup_parents=cgroup.find_parents(),
         limit_processes=drop_uid or _kernel() >= (5, 14),
+        refused_calls=make_filter(),
     )
-    group = cgroup.make_group(host.cgroup_parents, "trial", memory_bytes=1 << 30, num_processes=9)
+    if not host.refused_calls:
+        _log.warning("sandboxes refuse no system calls: those of this machine aren't known")
+    group = _make_group(host, "trial", SandboxLimits())
     if group is not None:
         usable = not _try(host, group)
         group.remove()
@@ -117,18 +131,35 @@ def find_host(pythons: Sequence[str] = ("/usr/bin/python3", sys.executable)) -> 
             expected="bubblewrap 0.8 or later on a system that lets it make namespaces",
             found=problem,
         )
+    _log.warning(
+        "no writable control groups: each process of a sandbox is limited by itself%s",
+        "" if host.limit_processes else ", and not how many there are",
+    )
     return replace(host, cgroup_parents=())
+
+
+def _make_group(host: Host, name: str, limits: SandboxLimits) -> cgroup.Group | None:
+    return cgroup.make_group(
+        host.cgroup_parents,
+        name,
+        memory_bytes=limits.memory_bytes,
+        num_processes=limits.num_processes,
+        num_cpus=limits.num_cpus,
+    )
 
 
 def _try(host: Host, group: cgroup.Group | None) -> str:
     """Why a sandbox can't be started like this; "" if it can."""
-    trial = subprocess.run(
-        [*host_command(host, SandboxLimits(), group=group), host.python, "-I", "-S", "-c", ""],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
+    with _open_filter(host) as fds:
+        command = host_command(host, SandboxLimits(), group=group, filter_fds=fds)
+        trial = subprocess.run(
+            [*command, host.python, "-I", "-S", "-c", ""],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=60,
+            check=False,
+            pass_fds=fds,
+        )
     if trial.returncode == 0:
         return ""
     return trial.stderr.decode(errors="replace").strip() or f"status {trial.returncode}"
@@ -160,14 +191,30 @@ def _kernel() -> tuple[int, ...]:
     return tuple(int(part) for part in release[:2] if part.isdigit())
 
 
+@contextlib.contextmanager
+def _open_filter(host: Host) -> Iterator[tuple[int, ...]]:
+    """The file that bubblewrap reads the filter of system calls from, if there is one."""
+    if not host.refused_calls:
+        yield ()
+        return
+    fd = os.memfd_create("refused calls")
+    try:
+        os.write(fd, host.refused_calls)
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield (fd,)
+    finally:
+        os.close(fd)
+
+
 def host_command(
     host: Host,
     limits: SandboxLimits,
     *,
-    uid: int = _FIRST_UID,
+    uid: int = FIRST_UID,
     group: cgroup.Group | None = None,
+    filter_fds: Sequence[int] = (),
 ) -> list[str]:
-    """The command line that runs what follows it in a sandbox."""
+    """The command line that runs what follows it in a sandbox; it inherits `filter_fds`."""
     command = []
     steps = [f'echo $$ > "{file}" || exit 1' for file in group.process_files] if group else []
     if host.stage:
@@ -181,6 +228,8 @@ def host_command(
     command += [f"--unshare-{kind}" for kind in ("user", "pid", "net", "ipc", "uts", "cgroup-try")]
     command += ["--disable-userns", "--as-pid-1", "--die-with-parent", "--new-session"]
     command += ["--cap-drop", "ALL", "--clearenv"]
+    for fd in filter_fds:
+        command += ["--seccomp", str(fd)]
     for name, value in _ENVIRONMENT.items():
         command += ["--setenv", name, value]
     command += ["--ro-bind", "/usr", "/usr"]
@@ -213,13 +262,14 @@ class BubblewrapSandbox(Supervised):
         host: Host,
         limits: SandboxLimits,
         *,
-        uid: int = _FIRST_UID,
+        uid: int = FIRST_UID,
         group: cgroup.Group | None = None,
     ) -> None:
         super().__init__(max_tree_bytes=limits.tree_bytes)
         self._host, self._limits = host, limits
-        self._command = host_command(host, limits, uid=uid, group=group)
+        self._uid, self._group = uid, group
         self._process: asyncio.subprocess.Process | None = None
+        self._transport: asyncio.WriteTransport | None = None
         self._errors = -1  # what bwrap and the supervisor complain of
 
     @property
@@ -236,14 +286,19 @@ class BubblewrapSandbox(Supervised):
         ours, theirs = socket.socketpair()
         self._errors = os.memfd_create("errors")
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                *(self._host.python, "-I", "-S", "-B", "-c", _SUPERVISOR),
-                stdin=theirs.fileno(),
-                stdout=self._errors,
-                stderr=self._errors,
-            )
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            with _open_filter(self._host) as fds:
+                self._process = await asyncio.create_subprocess_exec(
+                    *host_command(
+                        self._host, self._limits, uid=self._uid, group=self._group, filter_fds=fds
+                    ),
+                    *(self._host.python, "-I", "-S", "-B", "-c", _SUPERVISOR),
+                    stdin=theirs.fileno(),
+                    stdout=self._errors,
+                    stderr=self._errors,
+                    pass_fds=fds,
+                )
+            self._reader, writer = await asyncio.open_connection(sock=ours)
+            self._writer, self._transport = writer, writer.transport
         except BaseException as error:
             ours.close()
             if isinstance(error, OSError):
@@ -254,14 +309,14 @@ class BubblewrapSandbox(Supervised):
         await self.ask(limits, files, timeout_s=self._limits.start_seconds)
 
     async def close(self) -> None:
-        writer, process, errors = self._writer, self._process, self._errors
+        transport, process, errors = self._transport, self._process, self._errors
         self._broken = self._broken or "it is closed"
-        self._writer = self._process = None
+        self._writer = self._transport = self._process = None
         self._errors = -1
-        if writer is not None:
-            writer.close()  # the supervisor ends, and the kernel ends all others before bwrap ends
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+        if transport is not None:
+            # The supervisor ends, and the kernel ends all others before bwrap ends. What a hung
+            # one has not read is dropped: waiting for that could take forever.
+            transport.abort()
         if process is not None:
             try:
                 await asyncio.wait_for(process.wait(), _CLOSE_S)
@@ -295,6 +350,7 @@ class SandboxPool:
         self._room = asyncio.Semaphore(max_concurrent)
         self._open: set[BubblewrapSandbox] = set()
         self._groups: dict[int, cgroup.Group | None] = {}
+        self._uids: dict[int, Uid] = {}
         self._name = os.urandom(3).hex()
         cgroup.sweep(self._host.cgroup_parents)
 
@@ -318,18 +374,24 @@ class SandboxPool:
             if group is not None:
                 group.remove()
         self._groups.clear()
+        for uid in self._uids.values():
+            uid.close()
+        self._uids.clear()
+
+    def _uid_of(self, slot: int) -> int:
+        if slot not in self._uids and self._host.drop_uid:
+            try:
+                self._uids[slot] = Uid()
+            except OSError as error:
+                raise SandboxError(f"no user id for a sandbox: {error}") from error
+        return self._uids[slot].number if slot in self._uids else FIRST_UID
 
     async def _start(self, slot: int, tree: Mapping[str, bytes]) -> BubblewrapSandbox:
         if slot not in self._groups:
-            self._groups[slot] = cgroup.make_group(
-                self._host.cgroup_parents,
-                f"{self._name}-{slot}",
-                memory_bytes=self._limits.memory_bytes,
-                num_processes=self._limits.num_processes,
-            )
+            self._groups[slot] = _make_group(self._host, f"{self._name}-{slot}", self._limits)
         for attempt in range(1, self._attempts + 1):
             sandbox = BubblewrapSandbox(
-                self._host, self._limits, uid=_FIRST_UID + slot, group=self._groups[slot]
+                self._host, self._limits, uid=self._uid_of(slot), group=self._groups[slot]
             )
             self._open.add(sandbox)
             try:
@@ -347,5 +409,15 @@ class SandboxPool:
         raise AssertionError("unreachable")
 
     async def _close(self, sandbox: BubblewrapSandbox) -> None:
+        """Returns when it is gone, even if cancelled: its slot may be another's the next moment."""
+        closing = asyncio.ensure_future(sandbox.close())
+        cancelled = None
+        while not closing.done():
+            try:
+                await asyncio.wait({closing})
+            except asyncio.CancelledError as error:
+                cancelled = error
         self._open.discard(sandbox)
-        await asyncio.shield(sandbox.close())
+        if cancelled is not None:
+            raise cancelled
+        closing.result()

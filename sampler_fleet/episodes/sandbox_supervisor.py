@@ -249,7 +249,7 @@ class Supervisor:
                 path = folder + b"/" + entry.name if folder else entry.name
                 num_entries += 1
                 try:
-                    num_bytes += entry.stat(follow_symlinks=False).st_size
+                    num_bytes += len(path) + entry.stat(follow_symlinks=False).st_size
                     if num_entries > _MAX_ENTRIES or num_bytes > self._max_tree_bytes:
                         return files, special, False
                     if entry.is_dir(follow_symlinks=False):

@@ -20,6 +20,10 @@ def processes_of(marker: str) -> list[int]:
     return found
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 async def started(marker: str, num: int) -> bool:
     """Whether so many processes have got as far as their own command line."""
     for _ in range(100):

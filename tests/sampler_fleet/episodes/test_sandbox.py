@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import socket
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +25,7 @@ from sampler_fleet.episodes.sandbox import (
     SandboxPool,
     find_host,
 )
-from tests.sampler_fleet.episodes.processes import gone, processes_of, started
+from tests.sampler_fleet.episodes.processes import children_of, gone, processes_of, started
 
 TREE = {"README.md": b"hello\n", "pkg/__init__.py": b"", "pkg/a.py": b"x = 1\n"}
 
@@ -155,6 +158,42 @@ class TestIsolation:
         assert (await run(box, "echo x > /proc/1/fd/0")).returncode != 0
         assert (await run(box, "echo ok")).output == "ok\n"
 
+    @pytest.mark.parametrize(
+        "command",
+        [
+            "prlimit --pid 1 --as=1000",
+            "prlimit --pid 1 --cpu=1",
+            "chrt --idle --pid 0 1",
+            "taskset --pid 1 1",
+            "renice 19 --pid 1",
+            "renice 19 --pgrp 1",
+            "renice 19 --user $(id -u)",
+        ],
+    )
+    async def test_server_can_not_be_starved(self, box, command):
+        """It has the commands' user id: no signal reaches pid 1, but its limits could be set."""
+        result = await run(box, command)
+        assert "not permitted" in result.output, result.output
+        assert (await run(box, "echo ok")).output == "ok\n"
+
+    async def test_own_limits_and_priorities_are_free(self, box):
+        code = "import os; os.nice(5); os.sched_setaffinity(0, {0}); print(os.nice(0))"
+        result = await run(box, f"ulimit -n 99; ulimit -n; python3 -c '{code}'; nice -n 3 echo ok")
+        assert result.output == "99\n5\nok\n"
+
+    async def test_nothing_of_the_kernel_outlives_it(self, box):
+        """Keys stay with a user id, SysV memory with no process."""
+        numbers = {"x86_64": (248, 250, 29), "aarch64": (217, 219, 194)}[os.uname().machine]
+        code = f"""
+import ctypes
+call = ctypes.CDLL(None, use_errno=True).syscall
+print(call({numbers[0]}, b"user", b"note", b"x", 1, -4), ctypes.get_errno())
+print(call({numbers[1]}, 0, -3, 1), ctypes.get_errno())
+print(call({numbers[2]}, 0, 1 << 20, 0o1600), ctypes.get_errno())
+"""
+        result = await run(box, "python3 -", stdin=code.encode())
+        assert result.output == "-1 1\n" * 3
+
     async def test_environment_is_bare(self, box, monkeypatch):
         names = (await run(box, "compgen -e")).output.split()
         assert not {"VIRTUAL_ENV", "PYTHONPATH", "USER", "SSH_AUTH_SOCK"} & set(names)
@@ -194,6 +233,17 @@ class TestLimits:
         result = await run(box, f"({each}; wait)", timeout_s=20)
         assert result.output.splitlines().count("done") < 2  # 4 times 150 MiB don't fit into 256
         assert (await run(box, "echo ok")).output == "ok\n"
+
+    async def test_processor_time_of_all_processes(self, host):
+        if not any((parent / "cpu.cfs_quota_us").exists() for parent in host.cgroup_parents):
+            pytest.skip("no control group for processor time of version 1")
+        pool = SandboxPool(1, SandboxLimits(num_cpus=0.25), host=host)
+        async with pool.open(TREE):
+            (folder,) = host.cgroup_parents[2].glob(f"*-{os.getpid()}-{pool._name}-0")
+            assert (folder / "cpu.cfs_quota_us").read_text() == "25000\n"
+            assert (folder / "cgroup.procs").read_text().split()
+        await pool.close()
+        assert not folder.exists()
 
     @pytest.mark.parametrize("folder", ["/work", "/tmp", "/dev/shm"])
     async def test_disk(self, box, folder):
@@ -263,6 +313,16 @@ class TestFiles:
         await run(box, command)
         assert not (await box.snapshot()).complete
 
+    async def test_names_are_bounded_too(self, box):
+        """Or their list would be no message any more: a failure that the policy can make."""
+        code = """
+import os
+for _ in range(15): os.mkdir("d" * 250); os.chdir("d" * 250)
+for name in range(9000): os.mkfifo(str(name))
+"""
+        assert (await run(box, "python3 -", stdin=code.encode())).returncode == 0
+        assert not (await box.snapshot()).complete
+
     async def test_deep_folders_are_no_failure(self, box):
         code = "import os\nfor _ in range(3000): os.mkdir('dddd'); os.chdir('dddd')"
         assert (await run(box, f'python3 -c "{code}"')).returncode == 0
@@ -301,6 +361,78 @@ class TestLife:
                     await call
         async with pool.open(TREE) as box:
             assert (await run(box, "echo ok")).output == "ok\n"
+
+    async def test_hung_supervisor_is_ended(self, pool, monkeypatch):
+        """Even one that hung before it had read its tree."""
+        monkeypatch.setattr("sampler_fleet.episodes.sandbox._CLOSE_S", 0.3)
+        async with pool.open(TREE) as box:
+            (pid,) = children_of(box.pid)
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(SandboxError, match="no answer in time"):
+                await box.ask("exec", b"cat", bytes(4 << 20), 1.0, 100, timeout_s=0.3)
+        for _ in range(100):
+            if not Path("/proc", str(pid)).exists():
+                break
+            await asyncio.sleep(0.05)
+        else:
+            pytest.fail("it is still there")
+
+    async def test_slots_have_user_ids_of_their_own(self, host):
+        """In all pools: the kernel counts some things by user, whoever started them."""
+        if not host.drop_uid:
+            pytest.skip("only root can give a sandbox another user id")
+        pools = [SandboxPool(2, host=host) for _ in range(2)]
+        async with contextlib.AsyncExitStack() as opened:
+            boxes = [
+                await opened.enter_async_context(pool.open(TREE)) for pool in pools for _ in "ab"
+            ]
+            pids = [box.pid for box in boxes]
+            uids = {os.stat(f"/proc/{pid}").st_uid for pid in pids}
+            assert len(uids) == 4
+            assert os.geteuid() not in uids
+        for pool in pools:
+            await pool.close()
+        pool = SandboxPool(1, host=host)
+        async with pool.open(TREE) as box:
+            assert os.stat(f"/proc/{box.pid}").st_uid in uids  # they come back
+        await pool.close()
+
+    async def test_nothing_is_left_for_the_next_in_a_slot(self, host):
+        pool = SandboxPool(1, host=host)
+        leave = (
+            "for d in /work /tmp /dev/shm; do mkdir $d/x && echo secret > $d/x/y; done; ipcmk -Q"
+        )
+        look = (
+            "find /work /tmp /dev/shm -mindepth 1; ipcs | grep -c 0x; ls /proc | grep -c '^[0-9]'"
+        )
+        found = []
+        for _ in range(2):
+            async with pool.open({}) as box:
+                found.append((await run(box, look)).output)
+                assert (await run(box, leave)).returncode == 0
+        await pool.close()
+        assert found[0] == found[1]
+        assert found[0].startswith("0\n")
+
+    async def test_a_cancelled_close_is_finished(self, host):
+        """The slot is free when the sandbox is gone, not when somebody stopped waiting for that."""
+        pool = SandboxPool(1, host=host)
+        opened = asyncio.Event()
+
+        async def use():
+            async with pool.open(TREE) as box:
+                pids.append(box.pid)
+                opened.set()
+
+        pids: list[int] = []
+        user = asyncio.create_task(use())
+        await opened.wait()
+        await asyncio.sleep(0)
+        user.cancel()
+        await asyncio.gather(user, return_exceptions=True)
+        assert not Path("/proc", str(pids[0])).exists()
+        assert not pool._open
+        await pool.close()
 
     async def test_pool_waits_for_room(self, host):
         pool = SandboxPool(2, host=host)
@@ -383,51 +515,27 @@ asyncio.run(main())
             assert not list(parent.glob(f"*-{child.pid}-*"))
 
 
-class TestCgroups:
-    """Where groups can be made, on directories that look like a hierarchy."""
-
-    def test_v2(self, tmp_path):
-        (tmp_path / "cgroup.controllers").write_text("cpu memory pids\n")
-        own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-        folder = tmp_path / own
-        folder.mkdir(parents=True, exist_ok=True)
-        control = folder / "cgroup.subtree_control"
-        control.write_text("cpu\n")
-        assert cgroup.find_parents(tmp_path) == (folder,)
-        assert control.read_text() == "+memory +pids"
-        control.write_text("cpu memory pids\n")
-        assert cgroup.find_parents(tmp_path) == (folder,)
-        assert control.read_text() == "cpu memory pids\n"
-
-    def test_v1(self, tmp_path):
-        assert cgroup.find_parents(tmp_path) == ()
-        for name in ("memory", "pids"):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "cgroup.procs").touch()
-        assert cgroup.find_parents(tmp_path) == (tmp_path / "memory", tmp_path / "pids")
-
-    def test_group_and_removal(self, tmp_path):
-        group = cgroup.make_group((tmp_path,), "x", memory_bytes=1, num_processes=1)
-        assert group is not None
-        assert [file.parent.parent for file in group.process_files] == [tmp_path]
-        group.remove()
-        assert not list(tmp_path.iterdir())
-        assert cgroup.make_group((), "x", memory_bytes=1, num_processes=1) is None
-
-
 class TestHost:
     def test_missing_bubblewrap(self, monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(BadInputError, match="apt-get install bubblewrap"):
             find_host()
 
-    def test_namespaces_refused(self, monkeypatch, tmp_path):
-        fake = tmp_path / "bwrap"
-        fake.write_text("#!/bin/sh\necho No permissions to create new namespace >&2; exit 1\n")
-        fake.chmod(0o755)
-        monkeypatch.setattr("shutil.which", lambda name: str(fake) if name == "bwrap" else None)
-        with pytest.raises(BadInputError, match="No permissions"):
+    def test_root_without_setpriv(self, monkeypatch):
+        monkeypatch.setattr("os.geteuid", lambda: 0)
+        monkeypatch.setattr("shutil.which", lambda name: None if name == "setpriv" else name)
+        with pytest.raises(BadInputError, match="no setpriv on PATH"):
             find_host()
+
+    def test_namespaces_refused(self, monkeypatch):
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o755)  # for a slot's user id
+            fake = Path(folder, "bwrap")
+            fake.write_text("#!/bin/sh\necho No permissions to create new namespace >&2; exit 1\n")
+            fake.chmod(0o755)
+            monkeypatch.setattr("shutil.which", lambda name: str(fake))
+            with pytest.raises(BadInputError, match="No permissions"):
+                find_host()
 
     def test_no_interpreter(self, host):
         with pytest.raises(BadInputError, match=r"Python 3.11 or later, found none at /bin/false"):
