@@ -7,6 +7,8 @@ checks lengths, not meaning: `check_completion` does that once, where a record e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError, Message
@@ -18,12 +20,14 @@ from contracts.types import (
     CandidateSets,
     Completion,
     Ending,
+    EvaluationSample,
     FileEntry,
     FinishReason,
     GenerateRequest,
     GroupUpdate,
     KvFormat,
     Manifest,
+    Patch,
     Purpose,
     SamplerInfo,
     SamplingParams,
@@ -192,6 +196,56 @@ def trajectory_to_pb(trajectory: Trajectory) -> rollout_pb2.Trajectory:
         num_turns=trajectory.num_turns,
         num_format_errors=trajectory.num_format_errors,
         seconds=trajectory.seconds,
+        sample=trajectory.sample,
+        patch=None if trajectory.patch is None else _patch_to_pb(trajectory.patch),
+        verdict=trajectory.verdict,
+    )
+
+
+def _patch_to_pb(patch: Patch) -> rollout_pb2.Patch:
+    return rollout_pb2.Patch(
+        changed=[
+            rollout_pb2.PatchFile(path=_path_bytes(path), content=content)
+            for path, content in patch.changed.items()
+        ],
+        deleted=[_path_bytes(path) for path in patch.deleted],
+        special=[_path_bytes(path) for path in patch.special],
+        complete=patch.complete,
+    )
+
+
+def _patch_from_pb(message: rollout_pb2.Patch) -> Patch:
+    return Patch(
+        changed={_path(file.path): file.content for file in message.changed},
+        deleted=tuple(_path(path) for path in message.deleted),
+        special=tuple(_path(path) for path in message.special),
+        complete=message.complete,
+    )
+
+
+def _path_bytes(path: str) -> bytes:
+    return path.encode("utf-8", "surrogatepass")
+
+
+def _path(data: bytes) -> str:
+    try:
+        return data.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise BadInputError("path of a patch", expected="UTF-8", found=data) from None
+
+
+def samples_to_pb(samples: Iterable[EvaluationSample]) -> list[rollout_pb2.EvaluationSample]:
+    return [
+        rollout_pb2.EvaluationSample(task_id=s.task_id, sample=s.sample, attempt=s.attempt)
+        for s in samples
+    ]
+
+
+def samples_from_pb(
+    messages: Iterable[rollout_pb2.EvaluationSample],
+) -> tuple[EvaluationSample, ...]:
+    return tuple(
+        EvaluationSample(task_id=m.task_id, sample=m.sample, attempt=m.attempt) for m in messages
     )
 
 
@@ -223,6 +277,9 @@ def trajectory_from_pb(message: rollout_pb2.Trajectory) -> Trajectory:
         num_turns=message.num_turns,
         num_format_errors=message.num_format_errors,
         seconds=message.seconds,
+        sample=message.sample,
+        patch=_patch_from_pb(message.patch) if message.HasField("patch") else None,
+        verdict=message.verdict,
     )
 
 

@@ -1,7 +1,7 @@
 """What a process shows its peers and asks of them: a bearer token, and certificates for TLS.
 
-Owns reading both from files, following a token file that changes, and whose token it is. Must not
-know channels or servers. A secret of it is in no log line, no error and no repr.
+Owns reading both from files, following files that change, and whose token it is. Must not know
+channels or servers. A secret of it is in no log line, no error and no repr.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Token:
         """
         self._file = Path(file) if file else None
         self._clock = clock
-        self._seen = self._state()
+        self._seen = _state(self._file)
         self._roles = read_tokens(file) if file else {text: Role.ALL} if text else {}
         self._previous: dict[str, Role] = {}
         self._previous_until = 0.0
@@ -121,17 +121,8 @@ class Token:
         """Whether it is a token of every right."""
         return self.role_of(shown) == Role.ALL
 
-    def _state(self) -> tuple[int, int, int] | None:
-        """What differs when the file was written or replaced; None when it is not there."""
-        try:
-            # not mtime: a file that is moved here keeps that of its writing
-            found = self._file.stat() if self._file else None
-        except OSError:
-            return None
-        return (found.st_ctime_ns, found.st_ino, found.st_size) if found else None
-
     def _follow(self) -> None:
-        if self._file is None or (state := self._state()) == self._seen:
+        if self._file is None or (state := _state(self._file)) == self._seen:
             return
         self._seen = state
         try:
@@ -148,6 +139,16 @@ class Token:
         log.info("token file %s: a new token", self._file)
 
 
+def _state(file: _Path) -> tuple[int, int, int] | None:
+    """What differs when a file was written or replaced; None when it is not there."""
+    try:
+        # not mtime: a file that is moved here keeps that of its writing
+        found = Path(file).stat() if file else None
+    except OSError:
+        return None
+    return (found.st_ctime_ns, found.st_ino, found.st_size) if found else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tls:
     """Certificates as PEM text.
@@ -160,6 +161,43 @@ class Tls:
     ca: bytes | None = field(default=None, repr=False)
     certificate: bytes | None = field(default=None, repr=False)
     key: bytes | None = field(default=None, repr=False)
+    files: _TlsFiles | None = field(default=None, repr=False)
+
+    def current(self) -> Tls:
+        """What its files hold by now; the same object until they change."""
+        return self.files.current() if self.files else self
+
+
+class _TlsFiles:
+    """Certificate files, followed. Thread-safe: a handshake has a thread of its own.
+
+    A change that leaves nothing usable is logged, and what was stays: a certificate is in place
+    before its key is, or the other way round.
+    """
+
+    def __init__(self, *, ca: _Path, certificate: _Path, key: _Path) -> None:
+        """Raises as `read_tls`."""
+        self._ca, self._certificate, self._key = ca, certificate, key
+        self._lock = threading.Lock()
+        self._seen = self._states()
+        self._tls = self._read()
+
+    def current(self) -> Tls:
+        with self._lock:
+            if (states := self._states()) != self._seen:
+                self._seen = states
+                try:
+                    self._tls = self._read()
+                    log.info("certificate file %s: taken over", self._certificate or self._ca)
+                except (BadInputError, OSError) as error:
+                    log.warning("the certificates stay as they were: %s", error)
+            return self._tls
+
+    def _states(self) -> list[tuple[int, int, int] | None]:
+        return [_state(file) for file in (self._ca, self._certificate, self._key)]
+
+    def _read(self) -> Tls:
+        return _read_pems(ca=self._ca, certificate=self._certificate, key=self._key, files=self)
 
 
 def read_tls(*, ca: _Path = None, certificate: _Path = None, key: _Path = None) -> Tls | None:
@@ -171,6 +209,10 @@ def read_tls(*, ca: _Path = None, certificate: _Path = None, key: _Path = None) 
     """
     if not (ca or certificate or key):
         return None
+    return _TlsFiles(ca=ca, certificate=certificate, key=key).current()
+
+
+def _read_pems(*, ca: _Path, certificate: _Path, key: _Path, files: _TlsFiles) -> Tls:
     if bool(certificate) != bool(key):
         raise BadInputError(
             "TLS files",
@@ -181,6 +223,7 @@ def read_tls(*, ca: _Path = None, certificate: _Path = None, key: _Path = None) 
         ca=_read_pem(ca, "CA file", "CERTIFICATE"),
         certificate=_read_pem(certificate, "certificate file", "CERTIFICATE"),
         key=_read_pem(key, "key file", "PRIVATE KEY"),
+        files=files,
     )
     if b"ENCRYPTED" in (tls.key or b""):
         raise BadInputError(f"key file {key}", expected="a key without a password", found="one")

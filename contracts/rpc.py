@@ -216,6 +216,7 @@ def aio_channel(
 
 
 def _channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
+    tls = tls.current()
     if tls.ca is None:  # gRPC would then trust every public CA
         raise BadInputError(
             "TLS of a client", expected="the CA that the server is verified by", found="none"
@@ -226,12 +227,28 @@ def _channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
 
 
 def _server_credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Each handshake is made with what the files hold then; streams that are open stay."""
+    in_force = tls.current()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal in_force
+        if (now := tls.current()) is in_force:
+            return None
+        in_force = now
+        return _server_configuration(now)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _server_configuration(in_force),
+        renewed,  # pyright: ignore[reportArgumentType]  None is what gRPC documents for no change
+        require_client_authentication=in_force.ca is not None,
+    )
+
+
+def _server_configuration(tls: Tls) -> grpc.ServerCertificateConfiguration:
     if tls.certificate is None or tls.key is None:
         raise BadInputError("TLS of a server", expected="a certificate and its key", found="none")
-    return grpc.ssl_server_credentials(
-        [(tls.key, tls.certificate)],
-        root_certificates=tls.ca,
-        require_client_auth=tls.ca is not None,
+    return grpc.ssl_server_certificate_configuration(
+        [(tls.key, tls.certificate)], root_certificates=tls.ca
     )
 
 

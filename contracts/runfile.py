@@ -30,6 +30,7 @@ SECTIONS = {
     "run": "trainer_jax",
     "model": "trainer_jax",
     "mesh": "trainer_jax",
+    "cluster": "trainer_jax",
     "optimizer": "trainer_jax",
     "loss": "trainer_jax",
     "train": "trainer_jax",

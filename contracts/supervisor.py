@@ -61,22 +61,31 @@ def restart_delay(num_failures: int) -> float | None:
 @dataclass
 class _Child:
     service: Service
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | OSError  # which kept it from being started
     started: float
     num_failures: int = 0
     error: Exception | None = None  # it was given up, until it has lived for long
     restart_at: float | None = field(default=None)
     kill_at: float | None = field(default=None)  # it was told to end
 
+    def status(self) -> int | OSError | None:
+        """How it ended; None while it runs."""
+        return self.process if isinstance(self.process, OSError) else self.process.poll()
+
+    def signal(self, number: int) -> None:
+        if not isinstance(self.process, OSError):
+            self.process.send_signal(number)
+
     def end(self) -> None:
         """SIGTERM, once: for many processes a second one means to end at once."""
         if self.kill_at is None:
-            self.process.send_signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM)
             self.kill_at = time.monotonic() + self.service.stop_s
 
 
 class Supervisor:
-    """Keeps services running until `stop`; one that ends is started again after a pause.
+    """Keeps services running until `stop`; one that ends, or that the system has no process for, is
+    started again after a pause.
 
     Bad input (exit status 2) and a service that keeps dying give it up: `check` raises, and nothing
     is restarted from then on. With `retry_s` nobody else is held up by it: `errors` says so, and it
@@ -152,7 +161,7 @@ class Supervisor:
             return {
                 name: child.process.pid
                 for name, child in self._children.items()
-                if child.process.poll() is None
+                if not isinstance(child.process, OSError) and child.process.poll() is None
             }
 
     def held(self) -> set[str]:
@@ -199,14 +208,14 @@ class Supervisor:
             self._wanted.clear()
 
     def _tend(self, child: _Child) -> None:
-        status = child.process.poll()
+        status = child.status()
         now = time.monotonic()
         service = child.service
         if child.kill_at is not None:
             if status is not None:
                 del self._children[service.name]
             elif now >= child.kill_at:
-                child.process.kill()
+                child.signal(signal.SIGKILL)
             return
         if status is None and now - child.started > STEADY_S:
             child.error = None
@@ -216,7 +225,7 @@ class Supervisor:
             child.num_failures = 0 if now - child.started > STEADY_S else child.num_failures
             child.num_failures += 1
             delay = restart_delay(child.num_failures)
-            said = f"{service.name} ended (status {status})"
+            said = f"{service.name} {_how(status)}"
             if status == BAD_INPUT_STATUS or delay is None:
                 child.error = self._why(child, status)
                 said, delay = str(child.error), self._retry_s
@@ -229,7 +238,7 @@ class Supervisor:
             self.restarts[service.kind] += 1
             self._launch(service, num_failures=child.num_failures, error=child.error)
 
-    def _why(self, child: _Child, status: int) -> Exception:
+    def _why(self, child: _Child, status: int | OSError) -> Exception:
         """What is said of a service that is given up."""
         name = child.service.name
         log_file = self._logs / f"{name}.log"
@@ -238,7 +247,7 @@ class Supervisor:
                 f"service {name}", expected="input it accepts", found=_last_line(log_file)
             )
         return DirtyProcessError(
-            f"{name} died {child.num_failures} times in a row (status {status}); see {log_file}"
+            f"{name} died {child.num_failures} times in a row: it {_how(status)}; see {log_file}"
         )
 
     def _launch(
@@ -246,18 +255,22 @@ class Supervisor:
     ) -> None:
         nice = str(self._nice[service.kind])
         launcher = (sys.executable, "-S", "-c", _LAUNCH, str(os.getpid()), nice)
-        with (self._logs / f"{service.name}.log").open("ab") as output:
-            process = subprocess.Popen(
-                (*launcher, *service.command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=service_environment(),
-                pass_fds=self._inherit,
-                # Ctrl-C in the terminal is this process's to handle. Not a session of its own: the
-                # scheduler shares the CPU among sessions first, and niceness counts within one.
-                process_group=0,
-            )
+        try:
+            with (self._logs / f"{service.name}.log").open("ab") as output:
+                process = subprocess.Popen(
+                    (*launcher, *service.command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=service_environment(),
+                    pass_fds=self._inherit,
+                    # Ctrl-C in the terminal is this process's to handle. Not a session of its own:
+                    # the scheduler shares the CPU among sessions first, and niceness counts within
+                    # one.
+                    process_group=0,
+                )
+        except OSError as failure:  # no memory, no descriptors, a full disk: it may come right
+            process = failure
         self._children[service.name] = _Child(
             service=service,
             process=process,
@@ -290,6 +303,8 @@ def _end(children: Iterable[_Child]) -> None:
         child.end()
     for child in children:
         assert child.kill_at is not None, "set by end()"
+        if isinstance(child.process, OSError):
+            continue
         try:
             child.process.wait(max(0.0, child.kill_at - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -297,6 +312,15 @@ def _end(children: Iterable[_Child]) -> None:
             child.process.wait()
 
 
+def _how(status: int | OSError | None) -> str:
+    if isinstance(status, OSError):
+        return f"could not be started ({status})"
+    return f"ended (status {status})"
+
+
 def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
+    try:
+        lines = path.read_text(errors="replace").strip().splitlines()
+    except OSError as error:
+        return f"no log ({error})"
     return lines[-1] if lines else "no message"

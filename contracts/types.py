@@ -10,6 +10,7 @@ tokens together (CSR), G trajectories of a prompt.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -206,6 +207,28 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Patch:
+    """Changes to a tree, file by file. Paths are as the policy left them: not to be trusted."""
+
+    changed: Mapping[str, bytes]  # changed or new: the whole content
+    deleted: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()  # links, pipes and the like
+    complete: bool = True  # False: the tree had grown over its limits
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.deleted or self.special or not self.complete)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSample:
+    """One episode that an evaluation wants: sample `sample` of a task, lost `attempt` times."""
+
+    task_id: str
+    sample: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trajectory:
     """One episode as a growing token buffer with the samplers' records laid over it.
 
@@ -232,6 +255,10 @@ class Trajectory:
     num_turns: int = 0
     num_format_errors: int = 0
     seconds: float = 0.0
+    # of an evaluation only
+    sample: int = 0  # which of its task's
+    patch: Patch | None = None  # what was submitted
+    verdict: str = ""  # the grader's reason
 
     @property
     def version(self) -> np.ndarray:

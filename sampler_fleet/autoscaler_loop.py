@@ -144,20 +144,22 @@ class AutoscalerLoop:
 
         A group that is refused keeps no other waiting.
         """
-        held = None
+        held, problem = None, ""
         provider = self._provider(name)
         try:
             await provider.scale(name, num)
             held = await provider.num_held(name)
         except RetryError as error:
+            problem = str(error)
             log.warning("group %s is to have %d samplers, not yet: %s", name, num, error)
         except (BadInputError, DirtyProcessError) as error:
-            if str(error) != str(self._refusals.get(name)):
+            problem = str(error)
+            if problem != str(self._refusals.get(name)):
                 log.error("group %s gets no samplers and is asked for again: %s", name, error)
             self._refusals[name] = error
         else:
             self._refusals.pop(name, None)
-        return fleet_pb2.GroupTarget(group=name, num_target=num, num_held=held)
+        return fleet_pb2.GroupTarget(group=name, num_target=num, num_held=held, problem=problem)
 
     def _check_start(self, targets: Mapping[str, int]) -> None:
         """A fleet that never had a sampler and is refused every one won't come by waiting."""
@@ -169,7 +171,8 @@ class AutoscalerLoop:
             raise errors[0]
 
     async def _report(self, targets: list[fleet_pb2.GroupTarget]) -> None:
-        request = fleet_pb2.ReportTargetsRequest(targets=targets)
+        problem = self._settings.problem
+        request = fleet_pb2.ReportTargetsRequest(targets=targets, problem=problem)
         try:
             with rpc.calling(self._address):
                 await self._gateway.ReportTargets(request, timeout=rpc.DEADLINE_S)

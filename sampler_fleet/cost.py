@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -132,6 +132,13 @@ class CostMeter:
         """From now on the group holds so many accelerators."""
         account = self._settle(group, now)
         account.num_accelerators = num_accelerators
+
+    def reprice(self, prices: Mapping[str, Sequence[Price]], now: float) -> None:
+        """From now on these are the prices of their groups; what was held before stays paid as it
+        was."""
+        for group in self._accounts:
+            self._settle(group, now)
+        self.prices.update(prices)
 
     def read(self, now: float) -> dict[str, Cost]:
         """What each group that ever held something has cost until now."""

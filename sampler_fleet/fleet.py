@@ -73,6 +73,7 @@ class Fleet:
         )
         self.metering = metering or Metering(config, clock_utc())
         self.targets: dict[str, Target] = {}  # by group, as the autoscaler says
+        self.problems: dict[str, str] = {}  # why an edit of the run file is left out, and by whom
         self.counters: Counter[str] = Counter()
         self.num_tokens: Counter[str] = Counter()  # sampled, by group
         self._vocab_size = identity.vocab_size
@@ -159,7 +160,8 @@ class Fleet:
 
     async def keep_leases(self) -> None:
         """Runs for as long as the gateway does: expires leases and abandoned sessions, and keeps
-        the account of costs."""
+        the account of costs, once in a lease: a gateway that is killed loses no more of it."""
+        write_at = self._clock()
         while True:
             await asyncio.sleep(self.config.heartbeat_seconds / 2)
             now = self._clock()
@@ -173,8 +175,10 @@ class Fleet:
                 if not self._turns[session_id]:
                     await self.end_session(session_id)
             self._update_shares()
-            state = self.metering.state(self._clock_utc())
-            await asyncio.to_thread(self.metering.write, state)
+            if now >= write_at:
+                write_at = now + self.config.lease_seconds
+                state = self.metering.state(self._clock_utc())
+                await asyncio.to_thread(self.metering.write, state)
 
     def set_targets(self, targets: Mapping[str, Target]) -> None:
         """What the autoscaler wants; BadInputError names a group that does not exist."""

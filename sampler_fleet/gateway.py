@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator
 
 import grpc
@@ -18,10 +17,9 @@ from contracts import codec
 from contracts.errors import BadInputError, DirtyProcessError, RetryError, shown
 from contracts.pb import fleet_pb2, fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from contracts.rpc import answering
-from contracts.types import GenerateRequest, Purpose, Switch
-from sampler_fleet.alarms import fleet_alarms
-from sampler_fleet.engines.base import EngineLoad
+from contracts.types import GenerateRequest
 from sampler_fleet.fleet import Fleet
+from sampler_fleet.heartbeat import load_from_pb
 from sampler_fleet.link import (
     Abort,
     Command,
@@ -33,7 +31,7 @@ from sampler_fleet.link import (
 )
 from sampler_fleet.places import Target
 from sampler_fleet.producer import Evaluation, Producer
-from sampler_fleet.registry import Sampler
+from sampler_fleet.snapshot import fleet_status
 from sampler_fleet.spool import Spool
 
 HANDSHAKE_S = 10.0
@@ -55,28 +53,6 @@ def command_to_pb(command: Command) -> fleet_pb2.GatewayMessage:
             return fleet_pb2.GatewayMessage(drain=fleet_pb2.Drain(reason=command.reason))
         case Expel():
             return fleet_pb2.GatewayMessage(expel=fleet_pb2.Expel(reason=command.reason))
-
-
-def heartbeat_to_pb(
-    version: int, load: EngineLoad, switch: Switch | None = None
-) -> fleet_pb2.Heartbeat:
-    return fleet_pb2.Heartbeat(
-        switch=codec.switch_to_pb(switch) if switch else None,
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        version=version,
-        tokens_per_second=load.tokens_per_second,
-        kv_used_fraction=load.kv_used_fraction,
-    )
-
-
-def load_from_pb(message: fleet_pb2.Heartbeat) -> EngineLoad:
-    return EngineLoad(
-        num_running=message.num_running,
-        num_waiting=message.num_waiting,
-        tokens_per_second=message.tokens_per_second,
-        kv_used_fraction=message.kv_used_fraction,
-    )
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServicer):
@@ -170,32 +146,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.StatusRequest, context: grpc.aio.ServicerContext
     ) -> fleet_pb2.StatusReply:
         async with answering(context):
-            return self.status_now()
+            return fleet_status(self._fleet, self._spool, self._producer)
         raise AssertionError("answering() aborts")  # for the type checker
-
-    def status_now(self) -> fleet_pb2.StatusReply:
-        """Everything there is to see of the fleet."""
-        fleet, producer = self._fleet, self._producer
-        update, demand = producer.update, producer.demand(fleet.places.num_waiting[Purpose.TRAIN])
-        newest = max((s.version for s in fleet.registry), default=0)
-        alarms = fleet_alarms(
-            fleet.config,
-            fleet.registry,
-            {name: target.num for name, target in fleet.targets.items()},
-            newest_version=max(newest, update.version if update else 0),
-        )
-        return fleet_pb2.StatusReply(
-            samplers=[self._sampler_state(sampler) for sampler in fleet.registry],
-            groups=self._group_states(),
-            episodes_in_flight=producer.num_in_flight,
-            groups_ready=self._spool.count(),
-            counters={**fleet.counters, **producer.counters},
-            last_sequence=self._spool.last_sequence,
-            demand=fleet_pb2.Demand(**dataclasses.asdict(demand)),
-            update=codec.update_to_pb(update) if update else None,
-            alarms=[*(update.alarms if update else ()), *alarms],
-            seconds=fleet.places.seconds,
-        )
 
     async def ReportUpdate(
         self, request: fleet_pb2.UpdateReport, context: grpc.aio.ServicerContext
@@ -213,10 +165,12 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
                     target.group: Target(
                         num=target.num_target,
                         num_held=target.num_held if target.HasField("num_held") else None,
+                        problem=target.problem,
                     )
                     for target in request.targets
                 }
             )
+            self._fleet.problems["autoscaler"] = request.problem
         return fleet_pb2.ReportTargetsReply()
 
     async def DrainSampler(
@@ -225,41 +179,6 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         async with answering(context):
             self._fleet.drain(request.sampler_id, "asked to by an operator")
         return fleet_pb2.DrainReply()
-
-    def _sampler_state(self, sampler: Sampler) -> fleet_pb2.SamplerState:
-        return fleet_pb2.SamplerState(
-            register=codec.sampler_to_pb(sampler.info),
-            heartbeat=heartbeat_to_pb(sampler.version, sampler.load, sampler.switch),
-            state=sampler.phase,
-            num_sessions=self._fleet.router.num_sessions[sampler.sampler_id],
-        )
-
-    def _group_states(self) -> list[fleet_pb2.GroupState]:
-        fleet, update = self._fleet, self._producer.update
-        updates = (
-            {group.group: group for group in codec.update_to_pb(update).groups} if update else {}
-        )
-        costs = fleet.costs()
-        states = []
-        for group in fleet.config.groups:
-            cost, target = costs[group.name], fleet.targets.get(group.name)
-            states.append(
-                fleet_pb2.GroupState(
-                    group=group.name,
-                    purpose=group.purpose,
-                    capacity_share=fleet.router.shares[group.purpose][group.name],
-                    sessions_routed=fleet.router.num_routed[group.name],
-                    tokens_sampled=fleet.num_tokens[group.name],
-                    tokens_per_second=sum(
-                        s.load.tokens_per_second for s in fleet.registry.ready(group.name)
-                    ),
-                    cost=fleet_pb2.Cost(gpu_hours=cost.gpu_hours, dollars=cost.dollars),
-                    num_target=target.num if target else None,
-                    num_held=target.num_held if target else None,
-                    update=updates.get(group.name),
-                )
-            )
-        return states
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
@@ -350,6 +269,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
                 num_samples=request.num_samples,
                 min_version=request.min_version,
                 sampling=codec.sampling_from_pb(request.sampling),
+                samples=codec.samples_from_pb(request.samples),
             )
             async with contextlib.aclosing(self._producer.evaluate(evaluation)) as trajectories:
                 async for trajectory in trajectories:

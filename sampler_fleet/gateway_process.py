@@ -17,7 +17,7 @@ from typing import Any
 from contracts.credentials import Credentials
 from contracts.rpc import start_server
 from contracts.types import Trajectory
-from sampler_fleet.config import Settings, read_settings
+from sampler_fleet.config import Settings
 from sampler_fleet.episodes.agent import run_episode
 from sampler_fleet.episodes.base import Task
 from sampler_fleet.episodes.chat import ChatFormat
@@ -28,18 +28,21 @@ from sampler_fleet.episodes.sandbox import SandboxPool
 from sampler_fleet.episodes.tasks.choose import choose_tasks
 from sampler_fleet.fingerprint import identify_checkpoint
 from sampler_fleet.fleet import Fleet
-from sampler_fleet.gateway import FleetServicer, add_services
+from sampler_fleet.gateway import add_services
+from sampler_fleet.live_settings import LiveFile
 from sampler_fleet.metering import Metering
 from sampler_fleet.openai.app import serving_openai
 from sampler_fleet.openai.groups import Groups, Limits
 from sampler_fleet.openai.session import Policy
 from sampler_fleet.process import run_until_stopped, write_port_file
 from sampler_fleet.producer import Producer
+from sampler_fleet.snapshot import fleet_status
 from sampler_fleet.spool import Spool
 from sampler_fleet.web.app import serving_page
 
 log = logging.getLogger(__name__)
 
+FOLLOW_S = 5.0  # between looks at the run file
 STOP_GRACE_S = 1.0  # for calls in progress when the gateway stops
 
 
@@ -65,7 +68,8 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
         ConflictError: another gateway has this state directory.
         OSError: the disk of the trajectory log is full.
     """
-    settings = read_settings(config)
+    live = LiveFile(config)
+    settings = live.settings
     episodes = settings.episodes
     metering = Metering(settings.fleet, time.time(), state_dir / "cost.json")
     identity = identify_checkpoint(checkpoint)
@@ -93,7 +97,7 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
                 serving_page(
                     web,
                     web_port_file,
-                    status_now=FleetServicer(fleet, spool, producer).status_now,
+                    status_now=functools.partial(fleet_status, fleet, spool, producer),
                     drain=lambda sampler_id: fleet.drain(sampler_id, "asked to on the web page"),
                     credentials=credentials,
                 ),
@@ -105,7 +109,8 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
                     credentials=credentials,
                 ),
             ):
-                jobs = (fleet.keep_leases(), producer.run(), groups.run())
+                prices = follow_prices(live, fleet)
+                jobs = (fleet.keep_leases(), producer.run(), groups.run(), prices)
                 work = asyncio.ensure_future(_first_failure(*jobs))
                 await run_until_stopped(work, work.cancel)
         finally:
@@ -118,6 +123,15 @@ async def run_gateway(  # noqa: PLR0913 (a command line)
         await examination_rooms.close()
         await containers.close()
         spool.close()
+
+
+async def follow_prices(live: LiveFile, fleet: Fleet, *, every_s: float = FOLLOW_S) -> None:
+    """Prices that are edited in mid-run hold from then on; why an edit is left out, the status
+    says."""
+    while True:
+        await asyncio.sleep(every_s)
+        live.follow(lambda settings: fleet.metering.reprice(settings.fleet, time.time()))
+        fleet.problems["gateway"] = live.problem
 
 
 def _producer(

@@ -33,6 +33,7 @@ from contracts.types import (
 from sampler_fleet.config import GroupConfig
 from sampler_fleet.engines.base import Engine
 from sampler_fleet.fingerprint import identify_checkpoint
+from sampler_fleet.heartbeat import heartbeat_to_pb
 from sampler_fleet.measure import measure
 
 log = logging.getLogger(__name__)
@@ -399,16 +400,7 @@ class _Connection:
         """Every `interval` seconds, and at once when a version was loaded."""
         while True:
             load, switch = self._engine.load_now(), self._agent.switch
-            self._send(
-                heartbeat=fleet_pb2.Heartbeat(
-                    num_running=load.num_running,
-                    num_waiting=load.num_waiting,
-                    version=self._engine.version,
-                    tokens_per_second=load.tokens_per_second,
-                    kv_used_fraction=load.kv_used_fraction,
-                    switch=codec.switch_to_pb(switch) if switch else None,
-                )
-            )
+            self._send(heartbeat=heartbeat_to_pb(self._engine.version, load, switch))
             await self._agent.changed(interval)
 
     async def _drain_when_leaving(self) -> None:

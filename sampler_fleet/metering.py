@@ -15,7 +15,7 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,9 @@ class Metering:
         """
         self._config = config
         self._path = path
-        self._meter = CostMeter({g.name: config.prices_of(g) for g in config.groups})
+        self._meter = CostMeter(_tables(config, now))
         self._lock = threading.Lock()  # of the file
         self._is_closed = False
-        for group, prices in self._meter.prices.items():
-            if prices:
-                check_in_force(prices, now, table=f"run file, prices of group {group}")
         if path and path.exists():
             try:
                 self._meter.restore(json.loads(path.read_text()))
@@ -64,6 +61,23 @@ class Metering:
                     expected="prices in the run file that reach back to it, or another --state-dir",
                     found=str(error),
                 ) from None
+
+    def reprice(self, config: FleetConfig, now: float) -> None:
+        """From now on the prices of `config` hold; what was spent stays as it is.
+
+        Raises:
+            BadInputError: a price table begins in the future, or a group gets its first price or
+                loses its last: dollars of a part of its hours would pass for those of all.
+        """
+        tables = _tables(config, now)
+        for group, prices in tables.items():
+            if bool(prices) != bool(self._meter.prices[group]):
+                raise BadInputError(
+                    f"run file in mid-run, prices of group {group}",
+                    expected=f"{'none' if prices else 'some'}, as at the gateway's start",
+                    found="some" if prices else "none",
+                )
+        self._meter.reprice(tables, now)
 
     def hold(self, samplers: Iterable[Sampler], held: Mapping[str, int], now: float) -> None:
         """From now on these are held: the live ones of `samplers`, or more, as providers say.
@@ -133,3 +147,12 @@ class Metering:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._path) as aside:
                 aside.write_text(json.dumps(state))
+
+
+def _tables(config: FleetConfig, now: float) -> dict[str, Sequence[Price]]:
+    """Prices by group; BadInputError on a table that begins in the future."""
+    tables: dict[str, Sequence[Price]] = {g.name: config.prices_of(g) for g in config.groups}
+    for group, prices in tables.items():
+        if prices:
+            check_in_force(prices, now, table=f"run file, prices of group {group}")
+    return tables

@@ -3,15 +3,18 @@
 Owns the queue in front of the fleet: first come first served, the wait for a fleet that assembles,
 the grace of a session whose group is away. Which place it is, `router.py` decides. Must not know
 how a turn is sent.
+
+Whatever changes hands out places at once, in the order of the queue. Nobody else is woken: hundreds
+that wait for a group without samplers cost nothing while others come and go.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field
 
 from contracts.errors import BadInputError, RetryError
 from contracts.types import Purpose
@@ -22,10 +25,27 @@ from sampler_fleet.router import Route, Router, Wait
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Samplers a group is to have, and how many its provider holds; None: it does not say."""
+    """Samplers a group is to have, and how many its provider holds; None: it does not say.
+
+    `problem` is why it does not get them, in a sentence.
+    """
 
     num: int
     num_held: int | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Waiter:
+    """A session in the queue. Times are in seconds of the clock."""
+
+    session_id: str
+    purpose: Purpose
+    min_version: int
+    avoid: Collection[str] = ()
+    assembles_until: float = -math.inf  # it waits for all groups that long
+    give_up_at: float = math.inf  # unless every place is taken
+    place: asyncio.Future[Route] = field(default_factory=asyncio.Future)
 
 
 class Places:
@@ -47,19 +67,18 @@ class Places:
         self._targets = targets
         self._clock = clock
         self._started = clock()
-        self._change = asyncio.Event()
-        self._entrance = {purpose: asyncio.Lock() for purpose in Purpose}  # fair
-        self.num_waiting: Counter[Purpose] = Counter()  # sessions without a place yet
+        self._queue: dict[_Waiter, Hashable] = {}  # in the order they came, each with its line
 
     @property
     def seconds(self) -> float:
         """Since the fleet began."""
         return self._clock() - self._started
 
-    def changed(self) -> None:
-        """A place is free, or who may serve has changed."""
-        self._change.set()
-        self._change = asyncio.Event()
+    @property
+    def num_waiting(self) -> Counter[Purpose]:
+        """Sessions without a place yet."""
+        place = self._router.place
+        return Counter(w.purpose for w in self._queue if place(w.session_id) is None)
 
     def check(self, purpose: Purpose) -> None:
         """BadInputError unless some group serves this purpose."""
@@ -74,9 +93,13 @@ class Places:
         After a start of the gateway nobody gets one before every group is there (for up to
         `assemble_seconds`), so that the first samplers to join don't get everything.
         """
-        with self._waiting(purpose):
-            await self._assembled(purpose, min_version)
-            return await self._admit(session_id, purpose=purpose, min_version=min_version)
+        waiter = _Waiter(
+            session_id=session_id,
+            purpose=purpose,
+            min_version=min_version,
+            assembles_until=self._started + self._config.assemble_seconds,
+        )
+        return await self._wait(waiter, look_again_at=waiter.assembles_until)
 
     async def turn(
         self,
@@ -88,100 +111,93 @@ class Places:
     ) -> Route:
         """The place for a session's turn, elsewhere in its group if its sampler can't serve it.
 
-        Samplers to `avoid` serve it only where no other can. Raises RetryError when nobody in its
-        group could for `grace_seconds`.
+        Samplers to `avoid` serve it only where no other can. A session without a place waits for
+        one. Raises RetryError when nobody could serve it for `grace_seconds`.
         """
-        grace_s = self._config.grace_seconds
-        if self._router.place(session_id) is None:
-            with self._waiting(purpose):
-                return await self._admit(
-                    session_id, purpose=purpose, min_version=min_version, grace_s=grace_s
-                )
-        deadline = self._clock() + grace_s
-        while True:
-            decision = self._decide(session_id, purpose, min_version, avoid)
+        waiter = _Waiter(
+            session_id=session_id,
+            purpose=purpose,
+            min_version=min_version,
+            avoid=avoid,
+            give_up_at=self._clock() + self._config.grace_seconds,
+        )
+        if self._router.place(session_id):  # it takes nobody's place
+            decision = self._decide(waiter)
             if isinstance(decision, Route):
                 return decision
-            await self._patiently(session_id, decision, deadline)
+        return await self._wait(waiter, look_again_at=waiter.give_up_at)
 
-    @contextlib.contextmanager
-    def _waiting(self, purpose: Purpose) -> Iterator[None]:
-        self.num_waiting[purpose] += 1
+    def changed(self) -> None:
+        """A place is free, or who may serve has changed: who can be served now, is.
+
+        Who comes first gets the first place that is free. Who waits for a version that few have, or
+        nobody, lets others pass.
+        """
+        now = self._clock()
+        waits: dict[Hashable, Wait] = {}  # of the first in each line: those behind it wait too
+        for waiter, line in self._queue.items():
+            wait = waits.get(line)
+            if waiter.place.done() or (wait and now < waiter.give_up_at):
+                continue
+            decision = wait or self._decide(waiter)
+            if isinstance(decision, Route):
+                waiter.place.set_result(decision)
+                continue
+            waits[self._line(waiter)] = decision
+            if now >= waiter.give_up_at and not decision.is_full:
+                error = RetryError(f"session {waiter.session_id}: {decision.reason}")
+                waiter.place.set_exception(error)
+
+    def _line(self, waiter: _Waiter) -> Hashable:
+        """Who stands in one line can be served by the same samplers. A session whose other turn got
+        a place meanwhile changes lines."""
+        held = self._router.place(waiter.session_id)
+        group = held.group if held else None
+        return waiter.assembles_until, group, waiter.purpose, waiter.min_version
+
+    async def _wait(self, waiter: _Waiter, *, look_again_at: float) -> Route:
+        """Its place, when its turn has come. Raises RetryError once it is to give up.
+
+        At `look_again_at` something changes for it by time alone.
+        """
+        held, place = self._router.place(waiter.session_id), waiter.place
+        self._queue[waiter] = self._line(waiter)
         try:
-            yield
+            self.changed()
+            while not place.done() and (left := look_again_at - self._clock()) > 0:
+                await asyncio.wait({place}, timeout=left)
+            if not place.done():
+                self.changed()
+            return await place
+        except asyncio.CancelledError:
+            was_given = place.done() and not place.cancelled() and not place.exception()
+            if held is None and was_given:  # at this very moment, and won't use it
+                self._router.end(waiter.session_id)
+                self.changed()
+            raise
         finally:
-            self.num_waiting[purpose] -= 1
+            del self._queue[waiter]
 
-    async def _assembled(self, purpose: Purpose, min_version: int) -> None:
-        """Every group that is to have samplers has one that is ready, or patience is over."""
-        while (patience := self._config.assemble_seconds - self.seconds) > 0:
-            if all(
-                any(s.version >= min_version for s in self._registry.ready(group.name))
-                for group in self._config.groups
-                if group.purpose == purpose and self._num_wanted(group)
-            ):
-                return
-            await self._until_changed(patience)
+    def _decide(self, waiter: _Waiter) -> Route | Wait:
+        if self._clock() < waiter.assembles_until and not self._is_assembled(waiter):
+            return Wait(reason="the fleet assembles")
+        return self._router.route(
+            waiter.session_id,
+            self._registry,
+            purpose=waiter.purpose,
+            min_version=waiter.min_version,
+            now=self._clock(),
+            avoid=waiter.avoid,
+        )
+
+    def _is_assembled(self, waiter: _Waiter) -> bool:
+        """Every group that is to have samplers has one that is ready."""
+        return all(
+            any(s.version >= waiter.min_version for s in self._registry.ready(group.name))
+            for group in self._config.groups
+            if group.purpose == waiter.purpose and self._num_wanted(group)
+        )
 
     def _num_wanted(self, group: GroupConfig) -> int:
         target = self._targets.get(group.name)
         return target.num if target else group.samplers
-
-    async def _admit(
-        self,
-        session_id: str,
-        *,
-        purpose: Purpose,
-        min_version: int,
-        grace_s: float | None = None,
-    ) -> Route:
-        """A place for a session that has none.
-
-        Who comes first gets the first place that is free. Who waits for a version that few have, or
-        nobody, lets others pass; the latter for up to `grace_s` (None: as long as it takes). Raises
-        RetryError.
-        """
-        deadline = None if grace_s is None else self._clock() + grace_s
-        while True:
-            async with self._entrance[purpose]:
-                while True:
-                    decision = self._decide(session_id, purpose, min_version)
-                    if isinstance(decision, Route):
-                        return decision
-                    if not decision.is_full or self._others_may_pass(purpose, min_version):
-                        break
-                    await self._until_changed(None)
-            await self._patiently(session_id, decision, None if decision.is_full else deadline)
-
-    def _decide(
-        self, session_id: str, purpose: Purpose, min_version: int, avoid: Collection[str] = ()
-    ) -> Route | Wait:
-        return self._router.route(
-            session_id,
-            self._registry,
-            purpose=purpose,
-            min_version=min_version,
-            now=self._clock(),
-            avoid=avoid,
-        )
-
-    def _others_may_pass(self, purpose: Purpose, min_version: int) -> bool:
-        """Whether some sampler is of use to sessions that are content with an older version."""
-        return any(
-            sampler.version < min_version
-            for group in self._config.groups
-            if group.purpose == purpose
-            for sampler in self._registry.ready(group.name)
-        )
-
-    async def _patiently(self, session_id: str, wait: Wait, deadline: float | None) -> None:
-        """Until the next change; RetryError once the deadline has passed."""
-        left = None if deadline is None else deadline - self._clock()
-        if left is not None and left <= 0:
-            raise RetryError(f"session {session_id}: {wait.reason}")
-        await self._until_changed(left)
-
-    async def _until_changed(self, timeout_s: float | None) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._change.wait()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -22,7 +23,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from contracts.errors import BadInputError, RetryError
-from contracts.types import CandidateSets, Ending, Purpose, SamplingParams, Trajectory, UpdateReport
+from contracts.types import (
+    CandidateSets,
+    Ending,
+    EvaluationSample,
+    Purpose,
+    SamplingParams,
+    Trajectory,
+    UpdateReport,
+)
 from sampler_fleet.autoscaler import Demand
 from sampler_fleet.config import EpisodesConfig
 from sampler_fleet.episodes.base import SandboxError, Task
@@ -32,6 +41,8 @@ log = logging.getLogger(__name__)
 
 SMOOTHING = 0.05  # of a session's seconds
 RETRY_S = 0.5  # before the first retry; doubles up to 16 times that
+
+_Play = Callable[[], Awaitable[Trajectory]]  # an episode of an evaluation
 
 
 class RunEpisode(Protocol):
@@ -58,13 +69,15 @@ class OpenSession(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Which tasks to score: `num_tasks` of a split (0: all), `num_samples` times each."""
+    """Which tasks to score: `num_tasks` of a split (0: all), `num_samples` times each; or exactly
+    `samples`, if there are any, of tasks of either split."""
 
     split: str
     num_tasks: int
     num_samples: int
     min_version: int
     sampling: SamplingParams
+    samples: tuple[EvaluationSample, ...] = ()
 
 
 @dataclass
@@ -288,25 +301,48 @@ class Producer:
                 self.counters["episodes_retried"] += 1
                 await asyncio.sleep(self._retry_seconds * 2 ** min(attempt - 1, 4))
             session_id = f"{purpose}.{name}.{before + attempt}"
-            async with self._open_session(session_id, purpose=purpose, min_version=min_version):
-                with self._counted(purpose):
-                    if group:
-                        group.work.append(self._num_training + self._backlog_trajectories)
-                    trajectory = await self._try(
-                        task,
-                        session_id=session_id,
-                        sampling=replace(sampling, seed=episode_seed(f"{self._seed}/{session_id}")),
-                        purpose=purpose,
-                        min_version=min_version,
-                    )
+            trajectory = await self._once(
+                task,
+                session_id=session_id,
+                sampling=replace(sampling, seed=episode_seed(f"{self._seed}/{session_id}")),
+                purpose=purpose,
+                min_version=min_version,
+                group=group,
+            )
             if trajectory.reward is not None:
-                self.counters["episodes_completed"] += 1
                 return trajectory
+        self.counters["episodes_failed"] += 1
+        assert trajectory is not None, "at least one attempt was made"
+        return trajectory
+
+    async def _once(
+        self,
+        task: Task,
+        *,
+        session_id: str,
+        sampling: SamplingParams,
+        purpose: Purpose,
+        min_version: int,
+        group: _Group | None = None,
+    ) -> Trajectory:
+        """One attempt, as soon as there is a place for it."""
+        async with self._open_session(session_id, purpose=purpose, min_version=min_version):
+            with self._counted(purpose):
+                if group:
+                    group.work.append(self._num_training + self._backlog_trajectories)
+                trajectory = await self._try(
+                    task,
+                    session_id=session_id,
+                    sampling=sampling,
+                    purpose=purpose,
+                    min_version=min_version,
+                )
+        if trajectory.reward is not None:
+            self.counters["episodes_completed"] += 1
+        else:
             log.warning(
                 "episode %s of task %s lost: %s", session_id, task.task_id, trajectory.failure
             )
-        self.counters["episodes_failed"] += 1
-        assert trajectory is not None, "at least one attempt was made"
         return trajectory
 
     @contextlib.contextmanager
@@ -343,27 +379,16 @@ class Producer:
         """Trajectories as they end; those the infrastructure lost have no reward.
 
         Raises:
-            BadInputError: an unknown split, more tasks than it has, no evaluation group.
+            BadInputError: an unknown split, more tasks than it has, an unknown task, no evaluation
+                group.
         """
-        tasks = self._choose(evaluation)
-        self._num_evaluations += 1
-        number = f"{self._spool.last_sequence}-{self._num_evaluations}"
+        episodes = self._named(evaluation) if evaluation.samples else self._of_split(evaluation)
 
-        async def sample(task: Task, name: str) -> Trajectory:
+        async def in_turn(play: _Play) -> Trajectory:
             async with self._evaluation_slots:
-                return await self._attempt(
-                    task,
-                    name=name,
-                    sampling=evaluation.sampling,
-                    purpose=Purpose.EVALUATE,
-                    min_version=evaluation.min_version,
-                )
+                return await play()
 
-        running = [
-            asyncio.create_task(sample(task, f"{number}.{task.task_id}.{index}"))
-            for task in tasks
-            for index in range(evaluation.num_samples)
-        ]
+        running = [asyncio.create_task(in_turn(play)) for play in episodes]
         try:
             for ended in asyncio.as_completed(running):
                 yield await ended
@@ -371,6 +396,50 @@ class Producer:
             for episode in running:
                 episode.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    def _evaluation_number(self) -> str:
+        """A part of session ids that no other evaluation has."""
+        self._num_evaluations += 1
+        return f"{self._spool.last_sequence}-{self._num_evaluations}"
+
+    def _of_split(self, evaluation: Evaluation) -> list[_Play]:
+        tasks, number = self._choose(evaluation), self._evaluation_number()
+        return [
+            functools.partial(
+                self._attempt,
+                task,
+                name=f"{number}.{task.task_id}.{sample}",
+                sampling=evaluation.sampling,
+                purpose=Purpose.EVALUATE,
+                min_version=evaluation.min_version,
+            )
+            for task in tasks
+            for sample in range(evaluation.num_samples)
+        ]
+
+    def _named(self, evaluation: Evaluation) -> list[_Play]:
+        tasks = {task.task_id: task for split in self._tasks.values() for task in split}
+        for wanted in evaluation.samples:
+            if wanted.task_id not in tasks:
+                raise BadInputError(
+                    "evaluation", expected="tasks that the gateway has", found=wanted.task_id
+                )
+        number, seed = self._evaluation_number(), evaluation.sampling.seed
+
+        async def play(wanted: EvaluationSample) -> Trajectory:
+            name = f"{wanted.task_id}.{wanted.sample}.{wanted.attempt}"
+            trajectory = await self._once(
+                tasks[wanted.task_id],
+                session_id=f"{Purpose.EVALUATE}.{number}.{name}",
+                sampling=replace(evaluation.sampling, seed=episode_seed(f"{seed}/{name}")),
+                purpose=Purpose.EVALUATE,
+                min_version=evaluation.min_version,
+            )
+            if trajectory.reward is None:
+                self.counters["episodes_failed"] += 1
+            return replace(trajectory, sample=wanted.sample)
+
+        return [functools.partial(play, wanted) for wanted in evaluation.samples]
 
     def _choose(self, evaluation: Evaluation) -> list[Task]:
         tasks = self._tasks.get(evaluation.split)

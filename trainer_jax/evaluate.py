@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from contracts.errors import BadInputError, RetryError
 from contracts.files import replacing
-from contracts.types import Ending, SamplingParams, Trajectory
+from contracts.types import Ending, EvaluationSample, SamplingParams, Trajectory
 from trainer_jax.config import EvaluationSection
 from trainer_jax.rollouts import RolloutClient
 
@@ -30,7 +30,32 @@ log = logging.getLogger(__name__)
 NUM_RESAMPLES = 2000
 RETRY_S = 1.0
 POLL_S = 0.1
-KS = (1, 4)
+KS = (1, 2, 4)
+
+
+T = TypeVar("T")
+
+
+class Scored(Protocol):
+    """What the estimate needs of an episode; a trajectory is one."""
+
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def ending(self) -> Ending: ...
+    @property
+    def num_turns(self) -> int: ...
+    @property
+    def num_format_errors(self) -> int: ...
+
+
+class Ledger(Protocol):
+    """Where an evaluation's samples are kept: `trainer_jax.evaluate_records`."""
+
+    def missing(self) -> Sequence[EvaluationSample]: ...
+    def add(self, trajectory: Trajectory) -> None: ...
+    @property
+    def num_scored(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +66,7 @@ class Estimate:
     standard_error: float
     low: float
     high: float
+    num_tasks: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +91,7 @@ class Evaluation:
             data[f"pass_at_{k}"] = estimate["value"]
             data[f"pass_at_{k}_interval"] = [estimate["low"], estimate["high"]]
             data[f"pass_at_{k}_standard_error"] = estimate["standard_error"]
+            data[f"pass_at_{k}_num_tasks"] = estimate["num_tasks"]  # that have k samples
         return data
 
 
@@ -83,19 +110,23 @@ def estimate(per_task: Sequence[float], *, seed: int = 0) -> Estimate:
     low, high = np.quantile(means, [0.025, 0.975])
     error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return Estimate(
-        value=float(values.mean()), standard_error=float(error), low=float(low), high=float(high)
+        value=float(values.mean()),
+        standard_error=float(error),
+        low=float(low),
+        high=float(high),
+        num_tasks=len(values),
     )
 
 
 def summarize(
-    by_task: Mapping[str, Sequence[Trajectory]],
+    by_task: Mapping[str, Sequence[Scored]],
     *,
     version: int,
     num_samples: int,
     num_failures: int,
     seconds: float,
 ) -> Evaluation:
-    """Pass rates of scored trajectories by task id.
+    """Pass rates of scored episodes by task id; a task may have none.
 
     Raises:
         RetryError: no task has a scored trajectory.
@@ -171,6 +202,43 @@ def evaluate(
     )
 
 
+def evaluate_missing(
+    client: RolloutClient,
+    section: EvaluationSection,
+    ledger: Ledger,
+    *,
+    version: int,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Plays what the ledger has not, on weights of at least `version`, and keeps it there.
+
+    A sample lost to the infrastructure is played again up to `max_reruns` times. So often in a row
+    may the stream break without bringing anything.
+    """
+    num_lost: Counter[tuple[str, int]] = Counter()
+    num_broken = 0
+    while num_broken <= section.max_reruns:
+        wanted = [
+            sample
+            for sample in ledger.missing()
+            if num_lost[sample.task_id, sample.sample] <= section.max_reruns
+        ]
+        if not wanted:
+            return
+        stream = client.evaluate_samples(
+            wanted, min_version=version, sampling=sampling_of(section, section.seed)
+        )
+        for trajectory in _until_broken(stream):
+            if trajectory is None:
+                num_broken += 1
+                continue
+            num_broken = 0
+            ledger.add(trajectory)
+            if trajectory.reward is None:
+                num_lost[trajectory.task_id, trajectory.sample] += 1
+            progress(ledger.num_scored)
+
+
 def evaluate_while(
     client: RolloutClient,
     section: EvaluationSection,
@@ -178,7 +246,19 @@ def evaluate_while(
     version: int,
     poll: Callable[[int], None],
 ) -> Evaluation:
-    """`evaluate` in a thread. `poll` gets the number of scored episodes again and again.
+    """`evaluate` in a thread, as `polling` does it."""
+    return polling(
+        client,
+        lambda progress: evaluate(client, section, version=version, progress=progress),
+        poll,
+    )
+
+
+def polling(
+    client: RolloutClient, work: Callable[[Callable[[int], None]], T], poll: Callable[[int], None]
+) -> T:
+    """`work` in a thread. What it tells its argument, the number of scored episodes, is what `poll`
+    gets again and again.
 
     When `poll` raises, the client is closed and the exception goes on.
     """
@@ -189,7 +269,7 @@ def evaluate_while(
         num_scored = num
 
     with ThreadPoolExecutor(1, thread_name_prefix="evaluate") as pool:
-        running = pool.submit(evaluate, client, section, version=version, progress=progress)
+        running = pool.submit(work, progress)
         try:
             while not running.done():
                 poll(num_scored)
@@ -204,19 +284,29 @@ def _episodes(
     client: RolloutClient, section: EvaluationSection, *, version: int, attempt: int
 ) -> Iterator[Trajectory | None]:
     """One pass over the tasks; a final None says that the stream broke."""
-    sampling = SamplingParams(
-        temperature=section.temperature,
-        max_new_tokens=section.max_new_tokens,
-        num_candidates=1,  # nothing is trained on these
-        seed=section.seed + attempt,
-    )
-    try:
-        yield from client.evaluate(
+    return _until_broken(
+        client.evaluate(
             num_tasks=section.num_tasks,
             num_samples=section.num_samples,
             min_version=version,
-            sampling=sampling,
+            sampling=sampling_of(section, section.seed + attempt),
         )
+    )
+
+
+def sampling_of(section: EvaluationSection, seed: int) -> SamplingParams:
+    """Over the full vocabulary."""
+    return SamplingParams(
+        temperature=section.temperature,
+        max_new_tokens=section.max_new_tokens,
+        num_candidates=1,  # nothing is trained on these
+        seed=seed,
+    )
+
+
+def _until_broken(stream: Iterator[Trajectory]) -> Iterator[Trajectory | None]:
+    try:
+        yield from stream
     except RetryError as error:
         log.warning("evaluation stream lost: %s", error)
         time.sleep(RETRY_S)

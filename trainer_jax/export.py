@@ -27,7 +27,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, layout: Any, dtype: str) -
     if run.parent.name == CHECKPOINTS:
         run = run.parent.parent
     else:
-        checkpoint = _newest(run)
+        checkpoint = newest_checkpoint(run)
     if not (run / RECORD).exists():
         raise BadInputError(
             f"checkpoint {checkpoint}",
@@ -45,8 +45,11 @@ def export_checkpoint(checkpoint: Path, out: Path, *, layout: Any, dtype: str) -
     )
 
 
-def _newest(run: Path) -> Path:
+def newest_checkpoint(run: Path) -> Path:
+    """checkpoints/<step> of the last step that was saved. Raises BadInputError: none was."""
     steps = [p for p in (run / CHECKPOINTS).glob("*") if p.name.isdigit()]
     if not steps:
-        raise BadInputError("export", expected=f"a checkpoint in {run / CHECKPOINTS}", found="none")
+        raise BadInputError(
+            f"run directory {run}", expected=f"a checkpoint in {CHECKPOINTS}/", found="none"
+        )
     return max(steps, key=lambda path: int(path.name))

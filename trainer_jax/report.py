@@ -24,9 +24,10 @@ from matplotlib.ticker import MaxNLocator
 from contracts.errors import BadInputError
 from contracts.files import replacing
 from contracts.types import Ending
+from trainer_jax.compare import read_summary
 from trainer_jax.live import number
-from trainer_jax.metrics import Record, read_metrics
-from trainer_jax.summary import SUMMARY_FILE, percent
+from trainer_jax.metrics import METRICS_FILE, Record, read_metrics
+from trainer_jax.summary import percent
 
 REPORT_FILE = "report.html"
 ENDINGS = {e.replace("_", " "): f"ending/{e}" for e in Ending if e != Ending.FAILURE}
@@ -66,22 +67,22 @@ def write_report(directory: Path) -> Path:
     Raises:
         BadInputError: not the directory of a run.
     """
+    summary = read_summary(directory)
     try:
-        summary = json.loads((directory / SUMMARY_FILE).read_text())
-        records = read_metrics(directory)
-    except FileNotFoundError as error:
+        page = render(summary, read_metrics(directory))
+    except FileNotFoundError:
+        raise BadInputError(
+            f"run directory {directory}", expected=METRICS_FILE, found="none"
+        ) from None
+    except (KeyError, jinja2.UndefinedError) as error:
         raise BadInputError(
             f"run directory {directory}",
-            expected="summary.json and metrics.jsonl",
-            found=f"no {Path(error.filename).name}",
-        ) from None
-    except json.JSONDecodeError as error:
-        raise BadInputError(
-            str(directory / SUMMARY_FILE), expected="JSON", found=str(error)
+            expected="the whole summary and metrics of a run",
+            found=f"a part of them ({error})",
         ) from None
     path = directory / REPORT_FILE
     with replacing(path) as aside:
-        aside.write_text(render(summary, records))
+        aside.write_text(page)
     return path
 
 

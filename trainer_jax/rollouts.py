@@ -9,18 +9,30 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grpc
 
-from contracts.codec import group_from_pb, sampling_to_pb, trajectory_from_pb, update_to_pb
+from contracts.codec import (
+    group_from_pb,
+    samples_to_pb,
+    sampling_to_pb,
+    trajectory_from_pb,
+    update_to_pb,
+)
 from contracts.credentials import Credentials
 from contracts.errors import RetryError
 from contracts.pb import fleet_pb2, rollout_pb2
 from contracts.pb.fleet_pb2_grpc import FleetStub
 from contracts.pb.rollout_pb2_grpc import RolloutStub
 from contracts.rpc import DEADLINE_S, calling, error_of, sync_channel
-from contracts.types import SamplingParams, Trajectory, TrajectoryGroup, UpdateReport
+from contracts.types import (
+    EvaluationSample,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    UpdateReport,
+)
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +72,29 @@ class RolloutClient:
         self, *, num_tasks: int, num_samples: int, min_version: int, sampling: SamplingParams
     ) -> Iterator[Trajectory]:
         """Held-out trajectories as they end; raises RetryError when the stream breaks."""
-        request = rollout_pb2.EvaluateRequest(
-            split="heldout",
-            num_tasks=num_tasks,
-            num_samples=num_samples,
-            min_version=min_version,
-            sampling=sampling_to_pb(sampling),
+        return self._evaluate(
+            rollout_pb2.EvaluateRequest(
+                split="heldout",
+                num_tasks=num_tasks,
+                num_samples=num_samples,
+                min_version=min_version,
+                sampling=sampling_to_pb(sampling),
+            )
         )
+
+    def evaluate_samples(
+        self, samples: Sequence[EvaluationSample], *, min_version: int, sampling: SamplingParams
+    ) -> Iterator[Trajectory]:
+        """Each of these once, as they end; raises RetryError when the stream breaks."""
+        return self._evaluate(
+            rollout_pb2.EvaluateRequest(
+                min_version=min_version,
+                sampling=sampling_to_pb(sampling),
+                samples=samples_to_pb(samples),
+            )
+        )
+
+    def _evaluate(self, request: rollout_pb2.EvaluateRequest) -> Iterator[Trajectory]:
         with calling(self.address):
             for message in self.rollout.Evaluate(request):
                 yield trajectory_from_pb(message)

@@ -114,7 +114,7 @@ def _changes(recorded: dict[str, dict[str, Any]], sections: dict[str, dict[str, 
     Raises:
         BadInputError: a difference that makes another run of it.
     """
-    earlier, now = dict(_flat("", recorded)), dict(_flat("", sections))
+    earlier, now = dict(flat("", recorded)), dict(flat("", sections))
     changes = []
     for key in sorted(earlier.keys() | now.keys()):
         was, found = earlier.get(key, "nothing"), now.get(key, "nothing")
@@ -126,7 +126,7 @@ def _changes(recorded: dict[str, dict[str, Any]], sections: dict[str, dict[str, 
     return changes
 
 
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Dotted keys and their values; the tables of a list are numbered."""
     if isinstance(value, list) and any(isinstance(part, dict) for part in value):
         value = dict(enumerate(value))
@@ -134,7 +134,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, list(value) if isinstance(value, tuple) else value
         return
     for key, part in value.items():
-        yield from _flat(f"{prefix}.{key}" if prefix else str(key), part)
+        yield from flat(f"{prefix}.{key}" if prefix else str(key), part)
 
 
 def _free_name(path: Path) -> Path:

@@ -276,20 +276,24 @@ class UpdateReportReply(_message.Message):
     def __init__(self) -> None: ...
 
 class GroupTarget(_message.Message):
-    __slots__ = ("group", "num_target", "num_held")
+    __slots__ = ("group", "num_target", "num_held", "problem")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NUM_TARGET_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     group: str
     num_target: int
     num_held: int
-    def __init__(self, group: _Optional[str] = ..., num_target: _Optional[int] = ..., num_held: _Optional[int] = ...) -> None: ...
+    problem: str
+    def __init__(self, group: _Optional[str] = ..., num_target: _Optional[int] = ..., num_held: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class ReportTargetsRequest(_message.Message):
-    __slots__ = ("targets",)
+    __slots__ = ("targets", "problem")
     TARGETS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     targets: _containers.RepeatedCompositeFieldContainer[GroupTarget]
-    def __init__(self, targets: _Optional[_Iterable[_Union[GroupTarget, _Mapping]]] = ...) -> None: ...
+    problem: str
+    def __init__(self, targets: _Optional[_Iterable[_Union[GroupTarget, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class ReportTargetsReply(_message.Message):
     __slots__ = ()

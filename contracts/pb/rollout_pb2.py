@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63ontracts/pb/rollout.proto\x12\nrollout.v1\"\x99\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x16\n\x0enum_candidates\x18\x05 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x0c\n\x04seed\x18\x07 \x01(\x04\"\xbf\x01\n\x0f\x43ompletionChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x14\n\x0csampler_logp\x18\x02 \x01(\x0c\x12\x18\n\x10\x63\x61ndidate_counts\x18\x03 \x01(\x0c\x12\x15\n\rcandidate_ids\x18\x04 \x01(\x0c\x12\x16\n\x0e\x63\x61ndidate_logp\x18\x05 \x01(\x0c\x12&\n\x05spans\x18\x06 \x03(\x0b\x32\x17.rollout.v1.VersionSpan\x12\x15\n\rfinish_reason\x18\x07 \x01(\t\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"\xb3\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.rollout.v1.SamplingParams\x12\x13\n\x0bmin_version\x18\x05 \x01(\x03\x12\x0f\n\x07purpose\x18\x06 \x01(\t\x12\x14\n\x0c\x65nds_session\x18\x07 \x01(\x08\"\xff\x02\n\nTrajectory\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\x12\x13\n\x0bsampler_ids\x18\x04 \x03(\t\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\x12\x11\n\tloss_mask\x18\x06 \x01(\x0c\x12\x14\n\x0csampler_logp\x18\x07 \x01(\x0c\x12\x18\n\x10\x63\x61ndidate_counts\x18\x08 \x01(\x0c\x12\x15\n\rcandidate_ids\x18\t \x01(\x0c\x12\x16\n\x0e\x63\x61ndidate_logp\x18\n \x01(\x0c\x12&\n\x05spans\x18\x0b \x03(\x0b\x32\x17.rollout.v1.VersionSpan\x12\x13\n\x06reward\x18\x0c \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61ilure\x18\r \x01(\t\x12\x0e\n\x06\x65nding\x18\x0e \x01(\t\x12\x11\n\tnum_turns\x18\x0f \x01(\x05\x12\x19\n\x11num_format_errors\x18\x10 \x01(\x05\x12\x0f\n\x07seconds\x18\x11 \x01(\x02\x42\t\n\x07_reward\"p\n\x0fTrajectoryGroup\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12,\n\x0ctrajectories\x18\x03 \x03(\x0b\x32\x16.rollout.v1.Trajectory\x12\x0c\n\x04zstd\x18\x04 \x01(\x0c\"2\n\x13StreamGroupsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x03\x12\x0c\n\x04zstd\x18\x02 \x01(\x08\"\'\n\x11\x45ndSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x11\n\x0f\x45ndSessionReply\"%\n\x0cWatchRequest\x12\x15\n\revery_seconds\x18\x01 \x01(\x01\"\x88\x01\n\x08Progress\x12\x15\n\rlast_sequence\x18\x01 \x01(\x03\x12\x14\n\x0cgroups_ready\x18\x02 \x01(\x03\x12\x1a\n\x12\x65pisodes_in_flight\x18\x03 \x01(\x05\x12\x1a\n\x12\x65pisodes_completed\x18\x04 \x01(\x03\x12\x17\n\x0f\x65pisodes_failed\x18\x05 \x01(\x03\"3\n\x10\x41\x63kGroupsRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\r\n\x05taken\x18\x02 \x01(\x03\"\x10\n\x0e\x41\x63kGroupsReply\"\x8b\x01\n\x0f\x45valuateRequest\x12\r\n\x05split\x18\x01 \x01(\t\x12\x11\n\tnum_tasks\x18\x02 \x01(\x05\x12\x13\n\x0bnum_samples\x18\x03 \x01(\x05\x12\x13\n\x0bmin_version\x18\x04 \x01(\x03\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.rollout.v1.SamplingParams2\xb0\x03\n\x07Rollout\x12\x46\n\x08Generate\x12\x1b.rollout.v1.GenerateRequest\x1a\x1b.rollout.v1.CompletionChunk0\x01\x12H\n\nEndSession\x12\x1d.rollout.v1.EndSessionRequest\x1a\x1b.rollout.v1.EndSessionReply\x12N\n\x0cStreamGroups\x12\x1f.rollout.v1.StreamGroupsRequest\x1a\x1b.rollout.v1.TrajectoryGroup0\x01\x12\x45\n\tAckGroups\x12\x1c.rollout.v1.AckGroupsRequest\x1a\x1a.rollout.v1.AckGroupsReply\x12\x39\n\x05Watch\x12\x18.rollout.v1.WatchRequest\x1a\x14.rollout.v1.Progress0\x01\x12\x41\n\x08\x45valuate\x12\x1b.rollout.v1.EvaluateRequest\x1a\x16.rollout.v1.Trajectory0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x63ontracts/pb/rollout.proto\x12\nrollout.v1\"\x99\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x16\n\x0enum_candidates\x18\x05 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x0c\n\x04seed\x18\x07 \x01(\x04\"\xbf\x01\n\x0f\x43ompletionChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x14\n\x0csampler_logp\x18\x02 \x01(\x0c\x12\x18\n\x10\x63\x61ndidate_counts\x18\x03 \x01(\x0c\x12\x15\n\rcandidate_ids\x18\x04 \x01(\x0c\x12\x16\n\x0e\x63\x61ndidate_logp\x18\x05 \x01(\x0c\x12&\n\x05spans\x18\x06 \x03(\x0b\x32\x17.rollout.v1.VersionSpan\x12\x15\n\rfinish_reason\x18\x07 \x01(\t\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"\xb3\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.rollout.v1.SamplingParams\x12\x13\n\x0bmin_version\x18\x05 \x01(\x03\x12\x0f\n\x07purpose\x18\x06 \x01(\t\x12\x14\n\x0c\x65nds_session\x18\x07 \x01(\x08\"\xc2\x03\n\nTrajectory\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\x12\x13\n\x0bsampler_ids\x18\x04 \x03(\t\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\x12\x11\n\tloss_mask\x18\x06 \x01(\x0c\x12\x14\n\x0csampler_logp\x18\x07 \x01(\x0c\x12\x18\n\x10\x63\x61ndidate_counts\x18\x08 \x01(\x0c\x12\x15\n\rcandidate_ids\x18\t \x01(\x0c\x12\x16\n\x0e\x63\x61ndidate_logp\x18\n \x01(\x0c\x12&\n\x05spans\x18\x0b \x03(\x0b\x32\x17.rollout.v1.VersionSpan\x12\x13\n\x06reward\x18\x0c \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61ilure\x18\r \x01(\t\x12\x0e\n\x06\x65nding\x18\x0e \x01(\t\x12\x11\n\tnum_turns\x18\x0f \x01(\x05\x12\x19\n\x11num_format_errors\x18\x10 \x01(\x05\x12\x0f\n\x07seconds\x18\x11 \x01(\x02\x12\x0e\n\x06sample\x18\x12 \x01(\x05\x12 \n\x05patch\x18\x13 \x01(\x0b\x32\x11.rollout.v1.Patch\x12\x0f\n\x07verdict\x18\x14 \x01(\tB\t\n\x07_reward\"c\n\x05Patch\x12&\n\x07\x63hanged\x18\x01 \x03(\x0b\x32\x15.rollout.v1.PatchFile\x12\x0f\n\x07\x64\x65leted\x18\x02 \x03(\x0c\x12\x0f\n\x07special\x18\x03 \x03(\x0c\x12\x10\n\x08\x63omplete\x18\x04 \x01(\x08\"*\n\tPatchFile\x12\x0c\n\x04path\x18\x01 \x01(\x0c\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"p\n\x0fTrajectoryGroup\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12,\n\x0ctrajectories\x18\x03 \x03(\x0b\x32\x16.rollout.v1.Trajectory\x12\x0c\n\x04zstd\x18\x04 \x01(\x0c\"2\n\x13StreamGroupsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x03\x12\x0c\n\x04zstd\x18\x02 \x01(\x08\"\'\n\x11\x45ndSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x11\n\x0f\x45ndSessionReply\"%\n\x0cWatchRequest\x12\x15\n\revery_seconds\x18\x01 \x01(\x01\"\x88\x01\n\x08Progress\x12\x15\n\rlast_sequence\x18\x01 \x01(\x03\x12\x14\n\x0cgroups_ready\x18\x02 \x01(\x03\x12\x1a\n\x12\x65pisodes_in_flight\x18\x03 \x01(\x05\x12\x1a\n\x12\x65pisodes_completed\x18\x04 \x01(\x03\x12\x17\n\x0f\x65pisodes_failed\x18\x05 \x01(\x03\"3\n\x10\x41\x63kGroupsRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\r\n\x05taken\x18\x02 \x01(\x03\"\x10\n\x0e\x41\x63kGroupsReply\"\xba\x01\n\x0f\x45valuateRequest\x12\r\n\x05split\x18\x01 \x01(\t\x12\x11\n\tnum_tasks\x18\x02 \x01(\x05\x12\x13\n\x0bnum_samples\x18\x03 \x01(\x05\x12\x13\n\x0bmin_version\x18\x04 \x01(\x03\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.rollout.v1.SamplingParams\x12-\n\x07samples\x18\x06 \x03(\x0b\x32\x1c.rollout.v1.EvaluationSample\"D\n\x10\x45valuationSample\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x32\xb0\x03\n\x07Rollout\x12\x46\n\x08Generate\x12\x1b.rollout.v1.GenerateRequest\x1a\x1b.rollout.v1.CompletionChunk0\x01\x12H\n\nEndSession\x12\x1d.rollout.v1.EndSessionRequest\x1a\x1b.rollout.v1.EndSessionReply\x12N\n\x0cStreamGroups\x12\x1f.rollout.v1.StreamGroupsRequest\x1a\x1b.rollout.v1.TrajectoryGroup0\x01\x12\x45\n\tAckGroups\x12\x1c.rollout.v1.AckGroupsRequest\x1a\x1a.rollout.v1.AckGroupsReply\x12\x39\n\x05Watch\x12\x18.rollout.v1.WatchRequest\x1a\x14.rollout.v1.Progress0\x01\x12\x41\n\x08\x45valuate\x12\x1b.rollout.v1.EvaluateRequest\x1a\x16.rollout.v1.Trajectory0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,25 +40,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=453
   _globals['_GENERATEREQUEST']._serialized_end=632
   _globals['_TRAJECTORY']._serialized_start=635
-  _globals['_TRAJECTORY']._serialized_end=1018
-  _globals['_TRAJECTORYGROUP']._serialized_start=1020
-  _globals['_TRAJECTORYGROUP']._serialized_end=1132
-  _globals['_STREAMGROUPSREQUEST']._serialized_start=1134
-  _globals['_STREAMGROUPSREQUEST']._serialized_end=1184
-  _globals['_ENDSESSIONREQUEST']._serialized_start=1186
-  _globals['_ENDSESSIONREQUEST']._serialized_end=1225
-  _globals['_ENDSESSIONREPLY']._serialized_start=1227
-  _globals['_ENDSESSIONREPLY']._serialized_end=1244
-  _globals['_WATCHREQUEST']._serialized_start=1246
-  _globals['_WATCHREQUEST']._serialized_end=1283
-  _globals['_PROGRESS']._serialized_start=1286
-  _globals['_PROGRESS']._serialized_end=1422
-  _globals['_ACKGROUPSREQUEST']._serialized_start=1424
-  _globals['_ACKGROUPSREQUEST']._serialized_end=1475
-  _globals['_ACKGROUPSREPLY']._serialized_start=1477
-  _globals['_ACKGROUPSREPLY']._serialized_end=1493
-  _globals['_EVALUATEREQUEST']._serialized_start=1496
-  _globals['_EVALUATEREQUEST']._serialized_end=1635
-  _globals['_ROLLOUT']._serialized_start=1638
-  _globals['_ROLLOUT']._serialized_end=2070
+  _globals['_TRAJECTORY']._serialized_end=1085
+  _globals['_PATCH']._serialized_start=1087
+  _globals['_PATCH']._serialized_end=1186
+  _globals['_PATCHFILE']._serialized_start=1188
+  _globals['_PATCHFILE']._serialized_end=1230
+  _globals['_TRAJECTORYGROUP']._serialized_start=1232
+  _globals['_TRAJECTORYGROUP']._serialized_end=1344
+  _globals['_STREAMGROUPSREQUEST']._serialized_start=1346
+  _globals['_STREAMGROUPSREQUEST']._serialized_end=1396
+  _globals['_ENDSESSIONREQUEST']._serialized_start=1398
+  _globals['_ENDSESSIONREQUEST']._serialized_end=1437
+  _globals['_ENDSESSIONREPLY']._serialized_start=1439
+  _globals['_ENDSESSIONREPLY']._serialized_end=1456
+  _globals['_WATCHREQUEST']._serialized_start=1458
+  _globals['_WATCHREQUEST']._serialized_end=1495
+  _globals['_PROGRESS']._serialized_start=1498
+  _globals['_PROGRESS']._serialized_end=1634
+  _globals['_ACKGROUPSREQUEST']._serialized_start=1636
+  _globals['_ACKGROUPSREQUEST']._serialized_end=1687
+  _globals['_ACKGROUPSREPLY']._serialized_start=1689
+  _globals['_ACKGROUPSREPLY']._serialized_end=1705
+  _globals['_EVALUATEREQUEST']._serialized_start=1708
+  _globals['_EVALUATEREQUEST']._serialized_end=1894
+  _globals['_EVALUATIONSAMPLE']._serialized_start=1896
+  _globals['_EVALUATIONSAMPLE']._serialized_end=1964
+  _globals['_ROLLOUT']._serialized_start=1967
+  _globals['_ROLLOUT']._serialized_end=2399
 # @@protoc_insertion_point(module_scope)

@@ -71,7 +71,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., min_version: _Optional[int] = ..., purpose: _Optional[str] = ..., ends_session: _Optional[bool] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("task_id", "session_id", "group", "sampler_ids", "tokens", "loss_mask", "sampler_logp", "candidate_counts", "candidate_ids", "candidate_logp", "spans", "reward", "failure", "ending", "num_turns", "num_format_errors", "seconds")
+    __slots__ = ("task_id", "session_id", "group", "sampler_ids", "tokens", "loss_mask", "sampler_logp", "candidate_counts", "candidate_ids", "candidate_logp", "spans", "reward", "failure", "ending", "num_turns", "num_format_errors", "seconds", "sample", "patch", "verdict")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,9 @@ class Trajectory(_message.Message):
     NUM_TURNS_FIELD_NUMBER: _ClassVar[int]
     NUM_FORMAT_ERRORS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    PATCH_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
     task_id: str
     session_id: str
     group: str
@@ -106,7 +109,30 @@ class Trajectory(_message.Message):
     num_turns: int
     num_format_errors: int
     seconds: float
-    def __init__(self, task_id: _Optional[str] = ..., session_id: _Optional[str] = ..., group: _Optional[str] = ..., sampler_ids: _Optional[_Iterable[str]] = ..., tokens: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampler_logp: _Optional[bytes] = ..., candidate_counts: _Optional[bytes] = ..., candidate_ids: _Optional[bytes] = ..., candidate_logp: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., failure: _Optional[str] = ..., ending: _Optional[str] = ..., num_turns: _Optional[int] = ..., num_format_errors: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    sample: int
+    patch: Patch
+    verdict: str
+    def __init__(self, task_id: _Optional[str] = ..., session_id: _Optional[str] = ..., group: _Optional[str] = ..., sampler_ids: _Optional[_Iterable[str]] = ..., tokens: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampler_logp: _Optional[bytes] = ..., candidate_counts: _Optional[bytes] = ..., candidate_ids: _Optional[bytes] = ..., candidate_logp: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., failure: _Optional[str] = ..., ending: _Optional[str] = ..., num_turns: _Optional[int] = ..., num_format_errors: _Optional[int] = ..., seconds: _Optional[float] = ..., sample: _Optional[int] = ..., patch: _Optional[_Union[Patch, _Mapping]] = ..., verdict: _Optional[str] = ...) -> None: ...
+
+class Patch(_message.Message):
+    __slots__ = ("changed", "deleted", "special", "complete")
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    changed: _containers.RepeatedCompositeFieldContainer[PatchFile]
+    deleted: _containers.RepeatedScalarFieldContainer[bytes]
+    special: _containers.RepeatedScalarFieldContainer[bytes]
+    complete: bool
+    def __init__(self, changed: _Optional[_Iterable[_Union[PatchFile, _Mapping]]] = ..., deleted: _Optional[_Iterable[bytes]] = ..., special: _Optional[_Iterable[bytes]] = ..., complete: _Optional[bool] = ...) -> None: ...
+
+class PatchFile(_message.Message):
+    __slots__ = ("path", "content")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    path: bytes
+    content: bytes
+    def __init__(self, path: _Optional[bytes] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class TrajectoryGroup(_message.Message):
     __slots__ = ("sequence", "task_id", "trajectories", "zstd")
@@ -171,15 +197,27 @@ class AckGroupsReply(_message.Message):
     def __init__(self) -> None: ...
 
 class EvaluateRequest(_message.Message):
-    __slots__ = ("split", "num_tasks", "num_samples", "min_version", "sampling")
+    __slots__ = ("split", "num_tasks", "num_samples", "min_version", "sampling", "samples")
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     split: str
     num_tasks: int
     num_samples: int
     min_version: int
     sampling: SamplingParams
-    def __init__(self, split: _Optional[str] = ..., num_tasks: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+    samples: _containers.RepeatedCompositeFieldContainer[EvaluationSample]
+    def __init__(self, split: _Optional[str] = ..., num_tasks: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[EvaluationSample, _Mapping]]] = ...) -> None: ...
+
+class EvaluationSample(_message.Message):
+    __slots__ = ("task_id", "sample", "attempt")
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    task_id: str
+    sample: int
+    attempt: int
+    def __init__(self, task_id: _Optional[str] = ..., sample: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...

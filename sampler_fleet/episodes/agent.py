@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from contracts.errors import RetryError
+from contracts.errors import RetryError, shown
 from contracts.runfile import Section
 from contracts.types import (
     Completion,
@@ -46,7 +46,7 @@ from sampler_fleet.episodes.base import (
 from sampler_fleet.episodes.buffer import TokenBuffer, turn_seed
 from sampler_fleet.episodes.calls import FormatError
 from sampler_fleet.episodes.chat import ChatFormat, FormatName, Mode
-from sampler_fleet.episodes.grading import Grader, tree_bytes
+from sampler_fleet.episodes.grading import Grader, Verdict, tree_bytes
 from sampler_fleet.episodes.patch import Patch, capture
 from sampler_fleet.episodes.prompts import (
     OPEN_CALL,
@@ -261,7 +261,7 @@ async def run_episode(  # noqa: PLR0913 (everything an episode touches is handed
             purpose=purpose,
         ),
     )
-    reward, failure = None, ""
+    reward, failure, patch, verdict = None, "", None, None
     try:
         tree = tree_bytes(task.tree)
         try:
@@ -276,7 +276,9 @@ async def run_episode(  # noqa: PLR0913 (everything an episode touches is handed
                 await generator.end_session(session_id)
         reward = 0.0
         if end is not None:  # the sandbox is closed by now: grading may take its place
-            reward = await _grade(grader, task, capture(tree, end), limits.grading_attempts)
+            patch = capture(tree, end)
+            verdict = await _grade(grader, task, patch, limits.grading_attempts)
+            reward = float(verdict.passed)
     except (SandboxError, RetryError) as error:
         reward, ending, failure = None, Ending.FAILURE, str(error)
         _log.warning("episode %s of %s failed: %s", session_id, task.task_id, error)
@@ -290,6 +292,9 @@ async def run_episode(  # noqa: PLR0913 (everything an episode touches is handed
         num_turns=episode.num_turns,
         num_format_errors=episode.format_errors.total(),
         seconds=time.monotonic() - started,
+        # a trainer has no use for these
+        patch=patch if purpose == Purpose.EVALUATE else None,
+        verdict=shown(verdict.reason) if verdict and purpose == Purpose.EVALUATE else "",
     )
 
 
@@ -307,7 +312,7 @@ async def _in_time(task: Task, limits: EpisodeLimits) -> AsyncIterator[None]:
         raise RetryError(f"the episode took longer than {seconds:g} s") from None
 
 
-async def _grade(grader: Grader, task: Task, patch: Patch, attempts: int) -> float:
+async def _grade(grader: Grader, task: Task, patch: Patch, attempts: int) -> Verdict:
     for attempt in range(1, attempts + 1):
         try:
             verdict = await grader.grade(task, patch)
@@ -316,5 +321,5 @@ async def _grade(grader: Grader, task: Task, patch: Patch, attempts: int) -> flo
                 raise
         else:
             _log.debug("%s: %s", task.task_id, verdict)
-            return float(verdict.passed)
+            return verdict
     raise AssertionError("unreachable")

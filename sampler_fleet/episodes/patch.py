@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
+from contracts.types import Patch
 from sampler_fleet.episodes.base import Snapshot
 
 MAX_FILES = 200
@@ -32,19 +33,6 @@ _DROPPED_FILES = (
     *("*.pyc", "*.pyo", "*.pth", "sitecustomize.py", "usercustomize.py", "pyvenv.cfg"),
 )
 _NAME = re.compile(r"[^\x00-\x1f\x7f\\\ud800-\udfff]+")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patch:
-    """Changes to a tree, file by file. Paths are as the policy left them: not to be trusted."""
-
-    changed: Mapping[str, bytes]  # changed or new: the whole content
-    deleted: tuple[str, ...] = ()
-    special: tuple[str, ...] = ()  # links, pipes and the like
-    complete: bool = True  # False: the tree had grown over its limits
-
-    def __bool__(self) -> bool:
-        return bool(self.changed or self.deleted or self.special or not self.complete)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,16 +135,20 @@ class Supervisor:
                 if self._stopping.is_set():
                     return
                 started = time.monotonic()
-                # In a session of its own: a signal for the container's group isn't a second one.
-                self._process = subprocess.Popen(
-                    self._command, env=self._environment, start_new_session=True
-                )
                 self.num_starts += 1
-            status = self._process.wait()
+                try:
+                    # A session of its own: a signal for the container's group isn't a second one.
+                    self._process = subprocess.Popen(
+                        self._command, env=self._environment, start_new_session=True
+                    )
+                except OSError as error:  # no memory, say: another machine may do better
+                    log.error("the sampler could not be started: %s", error)
+                    self._process = None
+            status = self._process.wait() if self._process else None
             if self._stopping.is_set():
                 return
             failures = 1 if time.monotonic() - started >= SETTLED_S else failures + 1
-            log.error("the sampler ended with status %d, number %d in a row", status, failures)
+            log.error("the sampler ended with status %s, number %d in a row", status, failures)
             if status == 0 or failures >= MAX_FAILURES:
                 self._give_up()
                 return

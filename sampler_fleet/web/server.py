@@ -136,6 +136,21 @@ async def serving_metrics(
 
 
 def _server_context(tls: Tls) -> ssl.SSLContext:
+    """Each handshake is made with what the files hold then."""
+    in_force = tls.current()
+    context = newest = _context_of(in_force)
+
+    def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        nonlocal in_force, newest
+        if (now := tls.current()) is not in_force:
+            in_force, newest = now, _context_of(now)
+        connection.context = newest
+
+    context.sni_callback = renew
+    return context
+
+
+def _context_of(tls: Tls) -> ssl.SSLContext:
     if tls.certificate is None or tls.key is None:
         raise BadInputError("TLS of a server", expected="a certificate and its key", found="none")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

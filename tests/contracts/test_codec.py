@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from contracts import codec
 from contracts.errors import BadInputError
+from contracts.pb import rollout_pb2
 from contracts.types import (
     CandidateSets,
     Completion,
@@ -20,6 +21,7 @@ from contracts.types import (
     GenerateRequest,
     GroupUpdate,
     Manifest,
+    Patch,
     Purpose,
     SamplingParams,
     TensorEntry,
@@ -104,6 +106,48 @@ def test_trajectory_groups_round_trip_with_and_without_a_reward() -> None:
     same(back, group)
     assert back.trajectories[1].reward is None and back.trajectories[0].reward == 0.0
     np.testing.assert_array_equal(trajectory.version, [3, 3, 4, 4])
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        None,
+        Patch(changed={}),
+        Patch(
+            changed={"a/b.py": b"\x00\xff", "\udcff\ud800": b""},
+            deleted=("\udc80", "x"),
+            special=("link",),
+            complete=False,
+        ),
+    ],
+)
+def test_an_evaluation_brings_the_patch_whatever_its_names(patch) -> None:
+    chunk = make_completion(2)
+    trajectory = Trajectory(
+        task_id="t",
+        session_id="s",
+        group="g",
+        sampler_ids=("a",),
+        tokens=chunk.tokens,
+        loss_mask=np.ones(2, bool),
+        sampler_logp=chunk.sampler_logp,
+        candidates=chunk.candidates,
+        spans=chunk.spans,
+        reward=1.0,
+        ending=Ending.SUBMITTED,
+        sample=3,
+        patch=patch,
+        verdict="4 tests passed",
+    )
+    sent = codec.trajectory_to_pb(trajectory).SerializeToString()
+    same(codec.trajectory_from_pb(rollout_pb2.Trajectory.FromString(sent)), trajectory)
+
+
+def test_a_path_that_is_no_text_is_refused() -> None:
+    message = rollout_pb2.Trajectory(ending="submitted")
+    message.patch.changed.add(path=b"\xff", content=b"")
+    with pytest.raises(BadInputError, match="path of a patch: expected UTF-8"):
+        codec.trajectory_from_pb(message)
 
 
 def test_a_group_packed_by_zstd_is_the_same_group_in_fewer_bytes() -> None:

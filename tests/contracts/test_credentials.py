@@ -288,6 +288,35 @@ async def test_a_new_token_without_a_restart(tmp_path) -> None:
             await asyncio.to_thread(status, fleet_pb2.StatusRequest(), timeout=10)
 
 
+async def test_a_new_certificate_without_a_restart(certificates, others, tmp_path, caplog) -> None:
+    files = {"ca": "ca.pem", "certificate": "gateway.pem", "key": "gateway.key"}
+
+    def place(made: Path, *kinds: str) -> None:
+        for kind in kinds:
+            put(tmp_path / files[kind], (made / files[kind]).read_text())
+
+    place(certificates, *files)
+    async with serving(read_tls(**{kind: tmp_path / files[kind] for kind in files})) as address:
+        mine = Credentials(token=Token(FIRST), tls=tls(certificates, "sampler"))
+        async with aio_channel(address, mine, add_token=False) as channel:
+            join = fleet_pb2_grpc.FleetStub(channel).Join(metadata=token_metadata(mine))
+
+            async def echo(name: str) -> str:
+                register = fleet_pb2.Register(sampler_id=name)
+                await join.write(fleet_pb2.SamplerMessage(register=register))
+                return (await join.read()).abort.request_id
+
+            assert await echo("before") == "before"
+            place(others, "certificate")  # its key is still to come
+            await passes(address, tls(certificates, "sampler"))
+            assert caplog.text.count("the certificates stay as they were") == 1
+            place(others, "key", "ca")
+            await passes(address, tls(others, "sampler"))
+            await fails(address, tls(certificates, "sampler"), match="CERTIFICATE_VERIFY_FAILED")
+            assert await echo("after") == "after", "a stream that is open stays"
+            join.cancel()
+
+
 def test_the_grace_counts_from_the_change_not_from_when_it_was_seen(tmp_path) -> None:
     path, clock = tmp_path / "token", _Clock()
     put(path, FIRST)

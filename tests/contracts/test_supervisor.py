@@ -58,6 +58,40 @@ def test_a_killed_service_comes_back(supervisor):
     assert not psutil.pid_exists(second)
 
 
+def test_what_the_system_has_no_process_for_is_tried_again(tmp_path):
+    said = []
+    in_the_way = tmp_path / "logs" / "one.log"
+    in_the_way.mkdir(parents=True)
+    supervisor = Supervisor(tmp_path, nice=NICE, on_restart=said.append)
+    try:
+        supervisor.start([service(SLEEPER)])
+        wait_for(lambda: said)
+        assert "one could not be started" in said[0] and "restarting in 0.5 s" in said[0]
+        assert supervisor.held() == {"one"} and not supervisor.pids()
+        in_the_way.rmdir()
+        wait_for(supervisor.pids)
+        supervisor.start([service(SLEEPER, "two")])
+        wait_for(lambda: len(supervisor.pids()) == 2)
+        assert supervisor.restarts["sampler"] >= 1
+    finally:
+        supervisor.stop()
+
+
+def test_what_can_never_be_started_is_given_up_and_can_be_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervising, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(supervising, "MAX_RESTARTS", 2)
+    for name in ("one", "two"):
+        (tmp_path / "logs" / f"{name}.log").mkdir(parents=True)
+    supervisor = Supervisor(tmp_path, nice=NICE, on_restart=lambda _: None)
+    try:
+        supervisor.start([service(SLEEPER, name) for name in ("one", "two")])
+        supervisor.stop_services(["two"])
+        with pytest.raises(DirtyProcessError, match="3 times in a row: it could not be started"):
+            supervisor.wait_until(lambda: False, what="it", timeout_s=10)
+    finally:
+        supervisor.stop()
+
+
 def test_bad_input_is_reported_and_not_retried(supervisor):
     supervisor.start([service("import sys; print('error: no such group'); sys.exit(2)")])
     with pytest.raises(BadInputError, match="no such group"):

@@ -28,6 +28,7 @@ class FakeGateway(fleet_pb2_grpc.FleetServicer):
     def __init__(self) -> None:
         self.status = fleet_pb2.StatusReply(seconds=1e9)
         self.reports: list[dict[str, tuple[int, int | None]]] = []
+        self.problems: list[list[str]] = []  # of each report: the settings', then by group
         self.num_asked = 0
 
     def restart(self) -> None:
@@ -59,6 +60,7 @@ class FakeGateway(fleet_pb2_grpc.FleetServicer):
                 for t in request.targets
             }
         )
+        self.problems.append([request.problem, *(t.problem for t in request.targets)])
         return fleet_pb2.ReportTargetsReply()
 
 
@@ -252,11 +254,13 @@ async def test_a_group_that_is_refused_keeps_no_other_waiting(setup, kind, caplo
         await loop.step()
         assert setup.provider.held == {"a": 4}
         assert setup.gateway.reports[-1] == {"a": (4, 4), "eval": (2, None)}
+        assert setup.gateway.problems == [["", "", str(error)]] * 2
         said = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
         assert said == [f"group eval gets no samplers and is asked for again: {error}"], "once"
         setup.provider.errors = {}
         await loop.step()
         assert setup.provider.held == {"a": 4, "eval": 2}
+        assert setup.gateway.problems[-1] == ["", "", ""]
 
 
 async def test_what_a_provider_refused_is_asked_again(setup):
@@ -265,6 +269,7 @@ async def test_what_a_provider_refused_is_asked_again(setup):
     async with setup.serving() as address, setup.loop(address) as loop:
         assert await loop.step()
         assert setup.gateway.reports == [{"a": (4, None), "eval": (2, None)}]
+        assert setup.gateway.problems == [["", *["the provider is away"] * 2]]
         setup.provider.error = None
         await loop.step()
         assert setup.provider.asked == [("a", 4), ("eval", 2)]
@@ -281,11 +286,14 @@ async def test_an_edit_of_bounds_reaches_the_provider_and_a_bad_one_does_not(set
         setup.run_file.write_text("{")
         await loop.step()
         assert setup.provider.held["a"] == 2
-        assert sum("an edit is left out" in r.getMessage() for r in caplog.records) == 1
+        (sentence,) = [m for m in caplog.messages if "an edit is left out" in m]
+        await loop.step()
+        assert [problems[0] for problems in setup.gateway.problems] == ["", "", sentence, sentence]
         setup.bounds(max_samplers=30)
         setup.now = 60.0
         await loop.step()
         assert setup.provider.held["a"] == 30
+        assert setup.gateway.problems[-1] == ["", "", ""]
 
 
 async def test_the_loop_goes_on_until_it_is_cancelled_and_closes_its_providers(setup):

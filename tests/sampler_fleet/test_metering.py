@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from datetime import UTC, datetime
 
 import pytest
@@ -12,8 +13,13 @@ import pytest
 from contracts.errors import BadInputError
 from contracts.types import KvFormat, SamplerInfo, WeightFormat
 from sampler_fleet.config import FleetConfig
+from sampler_fleet.fingerprint import identify_checkpoint
+from sampler_fleet.fleet import Fleet
+from sampler_fleet.gateway_process import follow_prices
+from sampler_fleet.live_settings import LiveFile
 from sampler_fleet.metering import Metering
 from sampler_fleet.registry import IDLE, Sampler, SamplerPhase
+from tests.sampler_fleet.fakes import make_checkpoint, make_fleet_config
 
 START = datetime(2026, 11, 1, tzinfo=UTC).timestamp()
 HOUR = 3600.0
@@ -71,6 +77,42 @@ def test_a_sampler_may_know_its_price_better():
     cost = meter.read(START + HOUR)["a"]
     assert cost.gpu_hours == pytest.approx(16)
     assert cost.dollars == pytest.approx(8 * 2.0 + 4.0), "4 $ are for all its accelerators"
+
+
+def priced(*prices: tuple[float, str]) -> FleetConfig:
+    table = [{"per_hour": price, "since": since, "source": "a list"} for price, since in prices]
+    return FleetConfig.model_validate(CONFIG | {"prices": {"H100": table}})
+
+
+def test_prices_that_change_in_mid_run_hold_from_then_on():
+    meter = metering()
+    meter.hold([sampler("a0"), sampler("a1", price=4.0), sampler("b0")], {}, START)
+    meter.reprice(priced((6.0, "2026-10-01T00:00:00Z")), START + HOUR)
+    assert meter.read(START + HOUR)["a"].dollars == pytest.approx(8 * 2.0 + 4.0)
+    costs = meter.read(START + 3 * HOUR)
+    assert costs["a"].dollars == pytest.approx(8 * (2.0 + 2 * 6.0) + 3 * 4.0)
+    assert costs["b"].dollars is None
+
+
+@pytest.mark.parametrize(
+    ("after", "sentence"),
+    [
+        (priced((6.0, "2099-01-01T00:00:00Z")), "expected a price in force on 2026-11-01"),
+        (priced(), "prices of group a: expected some, as at the gateway's start, found none"),
+        (
+            FleetConfig.model_validate(
+                CONFIG | {"prices": dict.fromkeys(("H100", "unpriced"), CONFIG["prices"]["H100"])}
+            ),
+            "prices of group b: expected none, as at the gateway's start, found some",
+        ),
+    ],
+)
+def test_a_bad_table_in_mid_run_is_refused_and_the_old_one_stays(after, sentence):
+    meter = metering()
+    meter.hold([sampler("a0")], {}, START)
+    with pytest.raises(BadInputError, match=sentence):
+        meter.reprice(after, START + HOUR)
+    assert meter.read(START + 2 * HOUR)["a"].dollars == pytest.approx(2 * 8 * 2.0)
 
 
 @pytest.mark.parametrize("price", [-1.0, math.nan, math.inf, -math.inf])
@@ -160,3 +202,67 @@ def test_a_clock_that_was_set_back_costs_nothing():
     meter.hold([sampler("a0")], {}, START + HOUR)
     meter.hold([sampler("a0")], {}, START)
     assert meter.read(START + HOUR)["a"].gpu_hours == pytest.approx(8)
+
+
+class CountingMetering(Metering):
+    num_written = 0
+
+    def write(self, state) -> None:
+        self.num_written += 1
+        super().write(state)
+
+
+async def test_the_account_is_written_once_in_a_lease(tmp_path):
+    now, num_read = 0.0, 0
+
+    def clock() -> float:
+        nonlocal num_read
+        num_read += 1
+        return now
+
+    config = make_fleet_config(heartbeat_seconds=0.002, lease_seconds=15.0)
+    meter = CountingMetering(config, START, tmp_path / "cost.json")
+    identity = identify_checkpoint(make_checkpoint(tmp_path / "checkpoint"))
+    fleet = Fleet(config, identity, metering=meter, clock=clock)
+    keeping = asyncio.create_task(fleet.keep_leases())
+    for moment, num in ((0.0, 1), (14.9, 1), (15.0, 2), (29.9, 2), (31.0, 3)):
+        now, enough = moment, num_read + 30
+        while num_read < enough:  # some heartbeats
+            await asyncio.sleep(0.002)
+        assert meter.num_written == num, f"at {moment} s"
+    keeping.cancel()
+
+
+async def test_the_gateway_follows_the_prices_of_the_run_file(tmp_path):
+    path = tmp_path / "run.json"
+
+    def edit(per_hour: float, **fleet: object) -> None:
+        table = [{"per_hour": per_hour, "since": "2026-10-01T00:00:00Z", "source": "a list"}]
+        values = CONFIG | {"prices": {"H100": table}} | fleet
+        aside = path.with_suffix(".new")
+        aside.write_text(json.dumps({"fleet": values}))
+        aside.rename(path)
+
+    edit(2.0)
+    live = LiveFile(path)
+    identity = identify_checkpoint(make_checkpoint(tmp_path / "checkpoint"))
+    config = live.settings.fleet
+    fleet = Fleet(config, identity, metering=Metering(config, START), clock_utc=lambda: START)
+    following = asyncio.create_task(follow_prices(live, fleet, every_s=0.005))
+
+    async def until(condition) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    edit(-1.0)
+    await until(lambda: "per_hour" in fleet.problems.get("gateway", ""))
+    edit(3.0, drain_seconds=1.0)
+    await until(lambda: "fleet.drain_seconds" in fleet.problems["gateway"])
+    edit(4.0)
+    await until(lambda: not fleet.problems["gateway"])
+    fleet.metering.hold([sampler("a0")], {}, time.time())
+    now = time.time() + HOUR
+    assert fleet.metering.read(now)["a"].dollars == pytest.approx(8 * 4.0, rel=1e-3)
+    assert not following.done()
+    following.cancel()

@@ -10,11 +10,13 @@ import pytest
 from contracts import codec, rpc
 from contracts.errors import BadInputError, RetryError
 from contracts.pb import fleet_pb2, fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from contracts.types import Purpose
+from contracts.types import KvFormat, Purpose, SamplerInfo, WeightFormat
 from sampler_fleet.config import FleetConfig
 from sampler_fleet.engines.base import EngineLoad
 from sampler_fleet.measure import measure
-from sampler_fleet.places import Target
+from sampler_fleet.places import Places, Target
+from sampler_fleet.registry import Registry
+from sampler_fleet.router import Route, Router
 from tests.sampler_fleet.fakes import (
     FakeEngine,
     collect,
@@ -57,6 +59,132 @@ class Sessions:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+class CountingRouter(Router):
+    num_decisions = 0
+
+    def route(self, *args, **kw):
+        self.num_decisions += 1
+        return super().route(*args, **kw)
+
+
+class Queue:
+    """The queue alone, with a clock that the test sets."""
+
+    def __init__(self, **config: object) -> None:
+        groups = [
+            {"name": "big", "weight_format": "bf16", "max_sessions": 1},
+            {"name": "eval", "weight_format": "bf16", "purpose": "evaluate", "max_sessions": 999},
+        ]
+        self.now = 0.0
+        self.config = fleet = FleetConfig.model_validate(
+            {"groups": groups, "assemble_seconds": 0.0} | config
+        )
+        self.registry = Registry(
+            fleet.groups, model_fingerprint="m", tokenizer_fingerprint="t", lease_seconds=1e9
+        )
+        self.router = CountingRouter({purpose: fleet.shares(purpose) for purpose in Purpose})
+        self.places = Places(fleet, self.registry, self.router, targets={}, clock=lambda: self.now)
+
+    def join(self, group: str) -> None:
+        info = SamplerInfo(
+            sampler_id=f"{group}-0",
+            group=group,
+            accelerator="cpu",
+            weight_format=WeightFormat.BF16,
+            kv_format=KvFormat.FP8,
+            max_sessions=self.config.group(group).max_sessions,
+            model_fingerprint="m",
+            tokenizer_fingerprint="t",
+            version=1,
+        )
+        self.registry.register(info, self.now)
+        self.places.changed()
+
+    def lose(self, sampler_id: str) -> None:
+        self.registry.lose(sampler_id, "killed")
+        self.places.changed()
+
+    def take(self, name: str, purpose: Purpose = Purpose.TRAIN) -> asyncio.Task[Route]:
+        return asyncio.create_task(self.places.take(name, purpose=purpose, min_version=0))
+
+    def turn(self, name: str, purpose: Purpose = Purpose.TRAIN) -> asyncio.Task[Route]:
+        return asyncio.create_task(self.places.turn(name, purpose=purpose, min_version=0))
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_who_waits_for_a_group_without_samplers_is_not_woken_by_others(begun):
+    queue = Queue()
+    queue.join("big")
+    names = [f"e{index}" for index in range(300)]
+    if begun:
+        queue.join("eval")
+        await asyncio.gather(*(queue.take(name, Purpose.EVALUATE) for name in names))
+        queue.lose("eval-0")
+    start = queue.turn if begun else queue.take
+    waiting = [start(name, Purpose.EVALUATE) for name in names]
+    await settle()
+    queue.router.num_decisions = 0
+    for index in range(100):
+        await queue.take(f"t{index}")
+        queue.router.end(f"t{index}")
+        queue.places.changed()
+        await settle()
+    assert queue.router.num_decisions <= 5 * 100, "not one per session that waits"
+    queue.join("eval")
+    assert {route.group for route in await asyncio.gather(*waiting)} == {"eval"}
+
+
+async def test_only_the_first_of_those_that_wait_is_woken_by_a_free_place():
+    queue = Queue()
+    queue.join("big")
+    await queue.take("s")
+    waiting = [queue.take(f"t{index}") for index in range(300)]
+    await settle()
+    queue.router.num_decisions = 0
+    queue.router.end("s")
+    queue.places.changed()
+    await settle()
+    assert [task.done() for task in waiting] == [True] + [False] * 299
+    assert queue.places.num_waiting == {Purpose.TRAIN: 299}
+    assert queue.router.num_decisions <= 5
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert not queue.places.num_waiting
+
+
+async def test_a_place_goes_to_the_next_when_its_session_gives_up_as_it_gets_it():
+    queue = Queue()
+    queue.join("big")
+    await queue.take("s")
+    first, second = queue.turn("first"), queue.turn("second")
+    await settle()
+    queue.router.end("s")
+    queue.places.changed()
+    first.cancel()
+    assert (await second).sampler_id == "big-0"
+    assert first.cancelled() and queue.router.place("first") is None
+
+
+async def test_grace_is_for_a_group_that_is_away_and_not_for_one_that_is_full():
+    queue = Queue(grace_seconds=0.05)
+    queue.join("big")
+    await queue.take("s")
+    turn = queue.turn("t")
+    await asyncio.sleep(0.02)
+    queue.now = 9.0
+    await asyncio.sleep(0.1)
+    assert not turn.done(), "every place is taken"
+    queue.lose("big-0")
+    with pytest.raises(RetryError, match="none of the groups big has a ready sampler"):
+        await turn
 
 
 async def test_who_comes_first_gets_the_first_place_that_is_free(tmp_path):
@@ -316,8 +444,9 @@ async def test_reports_and_targets_show_in_the_status(tmp_path):
             fleet_pb2.ReportTargetsRequest(
                 targets=[
                     fleet_pb2.GroupTarget(group="big", num_target=0, num_held=0),
-                    fleet_pb2.GroupTarget(group="small", num_target=5),
-                ]
+                    fleet_pb2.GroupTarget(group="small", num_target=5, problem="no such GPU"),
+                ],
+                problem="an edit is left out",
             )
         )
         status = await stub.Status(fleet_pb2.StatusRequest())
@@ -331,6 +460,8 @@ async def test_reports_and_targets_show_in_the_status(tmp_path):
         assert not groups["small"].HasField("num_held")
         assert list(status.alarms) == [
             "kl 9 is above 1",
+            "an edit is left out",
+            "group small is not at 5 samplers: no such GPU",
             "group small: none of its 5 samplers is ready",
             "group eval: none of its 1 samplers is ready",
         ]

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from contracts.errors import BadInputError, RetryError
-from contracts.types import Purpose, SamplingParams
+from contracts.types import EvaluationSample, Purpose, SamplingParams
 from sampler_fleet.config import EpisodesConfig
 from sampler_fleet.episodes.base import SandboxError
 from sampler_fleet.producer import Evaluation, Producer, episode_seed, task_at
@@ -278,6 +278,57 @@ async def test_an_evaluation_scores_each_task_so_often_and_says_what_was_lost(tm
         assert Counter([t.task_id async for t in producer.evaluate(whole)]) == every
         sessions = [call[1] for call in episodes.calls]
         assert len(set(sessions)) == len(sessions)
+
+
+def named(*samples: tuple[str, int, int], seed: int = 0) -> Evaluation:
+    wanted = tuple(EvaluationSample(task_id=t, sample=s, attempt=a) for t, s, a in samples)
+    sampling = SamplingParams(seed=seed)
+    return Evaluation(
+        split="", num_tasks=0, num_samples=0, min_version=7, sampling=sampling, samples=wanted
+    )
+
+
+async def test_named_samples_are_played_once_each_of_either_split(tmp_path):
+    def outcome(session_id):
+        if ".t3.5." in session_id:
+            raise RetryError("away")
+        return 1.0
+
+    episodes = Episodes(outcome)
+    async with producing(tmp_path, episodes, run=False) as (producer, _):
+        wanted = named(("h1", 0, 0), ("h1", 2, 1), ("t3", 5, 0))
+        ended = [t async for t in producer.evaluate(wanted)]
+        found = {(t.task_id, t.sample, t.reward) for t in ended}
+        assert found == {("h1", 0, 1.0), ("h1", 2, 1.0), ("t3", 5, None)}
+        assert len(episodes.calls) == 3, "a lost one is not played again here"
+        assert producer.counters["episodes_failed"] == 1
+        assert {(call[3], call[4]) for call in episodes.calls} == {(Purpose.EVALUATE, 7)}
+
+
+async def test_the_seed_of_a_named_sample_follows_from_its_name(tmp_path):
+    names = [("h1", 0, 0), ("h1", 1, 0), ("h1", 0, 1), ("h2", 0, 0)]
+
+    async def seeds(producer, episodes, wanted):
+        start = len(episodes.calls)
+        assert len([t async for t in producer.evaluate(wanted)]) == len(wanted.samples)
+        calls = episodes.calls[start:]
+        return {call[1].split(".", 2)[2]: call[2].seed for call in calls}
+
+    episodes = Episodes()
+    async with producing(tmp_path, episodes, run=False) as (producer, _):
+        first = await seeds(producer, episodes, named(*names, seed=3))
+        again = await seeds(producer, episodes, named(*names[2:], seed=3))
+        other = await seeds(producer, episodes, named(*names, seed=4))
+    assert len(set(first.values())) == len(names)
+    assert again.items() <= first.items()
+    assert not set(first.values()) & set(other.values())
+    assert len({call[1] for call in episodes.calls}) == len(episodes.calls)
+
+
+async def test_an_unknown_task_of_an_evaluation_is_refused(tmp_path):
+    async with producing(tmp_path, Episodes(), run=False) as (producer, _):
+        with pytest.raises(BadInputError, match="tasks that the gateway has, found h9"):
+            await anext(producer.evaluate(named(("h1", 0, 0), ("h9", 0, 0))))
 
 
 async def test_an_abandoned_evaluation_stops_its_episodes(tmp_path):

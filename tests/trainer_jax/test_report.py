@@ -61,7 +61,8 @@ def record(step: int, **more) -> dict:
 
 def evaluation(rate: float) -> dict:
     rates = {
-        k: Estimate(value=rate, standard_error=0.1, low=rate - 0.1, high=rate + 0.1) for k in (1, 4)
+        k: Estimate(value=rate, standard_error=0.1, low=rate - 0.1, high=rate + 0.1, num_tasks=4)
+        for k in (1, 4)
     }
     return Evaluation(
         version=1,
@@ -209,7 +210,10 @@ def test_a_name_is_text_and_not_markup(tmp_path):
 
 
 def test_another_directory_is_refused(tmp_path):
-    with pytest.raises(BadInputError, match=r"no summary\.json"):
+    with pytest.raises(BadInputError, match=r"expected summary\.json, found none"):
+        write_report(tmp_path)
+    write_summary(tmp_path, summary_of([]))
+    with pytest.raises(BadInputError, match=r"expected metrics\.jsonl, found none"):
         write_report(tmp_path)
 
 
@@ -219,6 +223,17 @@ def test_a_damaged_summary_is_refused(tmp_path):
     path.write_text(path.read_text()[:100])
     with pytest.raises(BadInputError, match=r"summary\.json: expected JSON"):
         write_report(tmp_path)
+
+
+@pytest.mark.parametrize("lost", ["heldout", "settings", "name", "sampled_tokens", ""])
+def test_a_summary_that_lacks_something_is_one_sentence(tmp_path, lost):
+    write_run(tmp_path, [record(1)])
+    path = tmp_path / SUMMARY_FILE
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in summary.items() if lost and k != lost}))
+    with pytest.raises(BadInputError, match=r"summary of a run|summary and metrics of a run") as e:
+        write_report(tmp_path)
+    assert "\n" not in str(e.value) and not (tmp_path / "report.html").exists()
 
 
 def test_the_closing_tables_show_groups_and_rates(tmp_path):

@@ -45,7 +45,7 @@ def choose_tasks(
         return {split: generate_tasks(split, num, config.seed) for split, num in numbers.items()}
     tasks = {task.task_id: task for task in read_tasks(Path(config.source))}
     if config.ids:
-        tasks = _pick(tasks, config.ids)
+        tasks = pick(tasks, config.ids)
     splits = _splits(tasks, config)
     chosen: dict[str, list[Task]] = {}
     for split, of_split in splits.items():
@@ -66,7 +66,7 @@ def _splits(tasks: dict[str, Task], config: TasksConfig) -> dict[str, list[Task]
     """By subset files; a split without one has all else, but what says that it's of the other.
     Without any, by what tasks say and the share."""
     files = {TRAIN: config.train_ids, HELDOUT: config.heldout_ids}
-    named = {split: _pick(tasks, file) for split, file in files.items() if file}
+    named = {split: pick(tasks, file) for split, file in files.items() if file}
     if not named:
         heldout = heldout_ids(tasks.values(), config.heldout_share, config.seed)
         return {
@@ -145,10 +145,11 @@ def why_not_here(task: Task, no_containers: Callable[[], str]) -> str:
     return reason and f"needs a container (image {checkout.image}): {reason}"
 
 
-def _pick(tasks: dict[str, Task], file: str) -> dict[str, Task]:
+def pick(tasks: dict[str, Task], file: str | Path) -> dict[str, Task]:
+    """The tasks that a subset file names. Raises BadInputError: one that is not there."""
     ids = read_ids(Path(file))
     if unknown := [task_id for task_id in ids if task_id not in tasks]:
-        raise BadInputError(file, expected="ids of tasks in the source", found=unknown[0])
+        raise BadInputError(str(file), expected="ids of tasks in the source", found=unknown[0])
     return {task_id: tasks[task_id] for task_id in ids}
 
 

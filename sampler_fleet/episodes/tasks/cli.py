@@ -1,4 +1,4 @@
-"""`python -m sampler_fleet tasks`: tasks generated, listed, shown and checked.
+"""`python -m sampler_fleet tasks`: tasks generated, listed, shown, checked and graded again.
 
 Owns what a person sees of tasks. Imports are inside the commands: this module is loaded with every
 command of the package.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sampler_fleet.episodes.base import Task
     from sampler_fleet.episodes.containers.launch import SandboxConfig
     from sampler_fleet.episodes.tasks.check import Finding
+    from sampler_fleet.episodes.tasks.regrade import Regraded
 
 app = typer.Typer(no_args_is_help=True, help="Coding tasks: made, listed, shown, checked, cleaned.")
 
@@ -127,6 +128,99 @@ def check(
     )
     bad = broken or {Outcome.UNUSABLE, Outcome.FAILED}.intersection(outcomes)
     return 1 if bad or Outcome.USABLE not in outcomes else 0
+
+
+@app.command()
+@exits_politely
+def digests(
+    source: Annotated[Path | None, typer.Argument(help="As for `list`.")] = None,
+    ids: Annotated[
+        Path | None, typer.Option(help="Subset file: only these, in this order.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="In place of a source: a run's held-out tasks.")
+    ] = None,
+) -> None:
+    """The ids of tasks and a checksum of everything in each, as one JSON object."""
+    from sampler_fleet.episodes.tasks.check import digest
+    from sampler_fleet.episodes.tasks.choose import pick
+    from sampler_fleet.episodes.tasks.sources import read_tasks
+
+    if (source is None) == (config is None) or (config and ids):
+        found = "neither" if source is None and config is None else "both"
+        raise BadInputError("digests", expected="a source (with ids) or --config", found=found)
+    if config:
+        tasks = _of_run(config, lambda: "")["heldout"]
+    else:
+        assert source
+        chosen = {task.task_id: task for task in read_tasks(source)}
+        tasks = list((pick(chosen, ids) if ids else chosen).values())
+    json.dump({task.task_id: digest(task) for task in tasks}, sys.stdout)
+
+
+@app.command()
+@exits_politely
+def regrade(
+    directory: Annotated[Path, typer.Argument(help="Of an evaluation, with its episodes.jsonl.")],
+) -> int:
+    """Grades the patches that an evaluation saved once more, in fresh sandboxes.
+
+    Writes regraded.jsonl; run again, it goes on where it was. Status 1 if a verdict is another one
+    or a patch could not be graded.
+    """
+    from contracts.evaluations import CONFIG, EPISODES, lock_evaluation
+
+    if not (directory / EPISODES).is_file():
+        raise BadInputError(
+            str(directory), expected=f"an evaluation, with {EPISODES}", found="none"
+        )
+    with lock_evaluation(directory):
+        found = asyncio.run(_regrade(directory, directory / CONFIG, _console()))
+    return 0 if all(graded.holds for graded in found) else 1
+
+
+async def _regrade(directory: Path, config: Path, console: Console) -> list[Regraded]:
+    from rich.progress import Progress
+
+    from sampler_fleet.config import read_settings
+    from sampler_fleet.episodes.containers.grading import GraderByTask
+    from sampler_fleet.episodes.containers.pool import ContainerPool
+    from sampler_fleet.episodes.sandbox import SandboxPool
+    from sampler_fleet.episodes.tasks.regrade import check_unchanged, read_saved, regrade
+
+    episodes = read_settings(config).episodes
+    num_jobs = episodes.num_graders
+    containers = ContainerPool(episodes.sandbox, num_jobs)
+    splits = _of_run(config, containers.missing)
+    tasks = {task.task_id: task for split in splits.values() for task in split}
+    check_unchanged(directory, tasks)
+    is_local = any(task.checkout is None for task in tasks.values())
+    pool = SandboxPool(num_jobs, episodes.sandbox) if is_local else None
+    grader = GraderByTask(pool, episodes.grading, containers=containers)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("grading", total=len(read_saved(directory)))
+        try:
+            return await regrade(
+                directory,
+                tasks,
+                grader,
+                num_jobs=num_jobs,
+                on_graded=lambda graded: progress.advance(bar),
+            )
+        finally:
+            await containers.close()
+            if pool:
+                await pool.close()
+
+
+def _of_run(config: Path, no_containers: Callable[[], str]) -> dict[str, list[Task]]:
+    """The tasks of a run by split, as its gateway has them."""
+    from sampler_fleet.config import read_settings
+    from sampler_fleet.episodes.tasks.choose import choose_tasks
+
+    settings = read_settings(config)
+    limit = settings.episodes.sandbox.tree_bytes
+    return choose_tasks(settings.tasks, tree_limit=limit, no_containers=no_containers)
 
 
 async def _check(

@@ -84,7 +84,15 @@ def completion(tokens: np.ndarray, version: int, reason: FinishReason | None) ->
 
 @pytest.fixture
 def play(chat, pool, grader, task) -> Callable:
-    async def play(*replies, limits=LIMITS, fails_at=-1, sandboxes=pool, grader=grader, **sampling):
+    async def play(
+        *replies,
+        limits=LIMITS,
+        fails_at=-1,
+        sandboxes=pool,
+        grader=grader,
+        purpose=Purpose.TRAIN,
+        **sampling,
+    ):
         """An episode of commands (str), or of replies given as tokens."""
         tokens = [chat.reply(r) if isinstance(r, str) else np.asarray(r) for r in replies]
         generator = Scripted(tokens, fails_at)
@@ -97,7 +105,7 @@ def play(chat, pool, grader, task) -> Callable:
             grader=grader,
             limits=limits,
             sampling=SamplingParams(max_new_tokens=200, seed=3, **sampling),
-            purpose=Purpose.TRAIN,
+            purpose=purpose,
             min_version=1,
         )
         assert generator.ended == ["session"]
@@ -149,6 +157,16 @@ class TestRewards:
     async def test_no_change(self, play):
         trajectory, _ = await play(SUBMIT_COMMAND)
         assert (trajectory.reward, trajectory.ending) == (0.0, Ending.SUBMITTED)
+
+    async def test_an_evaluation_hands_over_the_patch_and_training_does_not(self, play):
+        evaluated, _ = await play(FIX, "rm README.md", SUBMIT_COMMAND, purpose=Purpose.EVALUATE)
+        assert evaluated.patch and evaluated.verdict.endswith("tests passed")
+        assert list(evaluated.patch.changed) == ["shop/cart.py"]
+        assert b"return price * count" in evaluated.patch.changed["shop/cart.py"]
+        unsubmitted, _ = await play(FIX, "ls", purpose=Purpose.EVALUATE)
+        assert unsubmitted.patch is None and unsubmitted.verdict == ""
+        trained, _ = await play(FIX, SUBMIT_COMMAND)
+        assert trained.patch is None and trained.verdict == ""
 
     async def test_no_submission(self, play):
         trajectory, _ = await play(FIX, "ls")

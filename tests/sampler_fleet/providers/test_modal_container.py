@@ -101,6 +101,15 @@ def test_one_that_keeps_failing_takes_its_container_with_it(tmp_path):
     supervisor.stop(1)
 
 
+def test_one_that_cannot_be_started_takes_its_container_with_it(tmp_path):
+    gave_up = threading.Event()
+    supervisor = Supervisor([str(tmp_path)], {}, give_up=gave_up.set, backoff_s=(0.01,))
+    supervisor.start()
+    assert gave_up.wait(30)
+    assert supervisor.num_starts == MAX_FAILURES and not supervisor.running
+    supervisor.stop(1)
+
+
 def test_one_that_was_told_to_leave_is_not_started_again(tmp_path):
     supervisor, gave_up = supervise(tmp_path, "pass")
     supervisor.start()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import shutil
 import socket
 import ssl
 
@@ -15,7 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from google.protobuf import json_format
 from prometheus_client.parser import text_string_to_metric_families
 
-from contracts.credentials import Token
+from contracts.credentials import Token, read_tls
 from contracts.errors import BadInputError
 from contracts.pb import fleet_pb2
 from sampler_fleet.web.app import SNAPSHOT_S, fleet_app
@@ -260,6 +261,27 @@ async def test_no_token_reaches_a_log(caplog):
                 await writer.wait_closed()
     assert "a request to drain from 127.0.0.1 was refused" in caplog.text
     assert TOKEN not in caplog.text and wrong not in caplog.text
+
+
+async def test_a_new_certificate_without_a_restart(tmp_path):
+    made = make_certificates(tmp_path / "certificates")
+    files = {kind: tmp_path / f"gateway.{kind}" for kind in ("pem", "key")}
+
+    def place(name: str) -> None:
+        for kind, path in files.items():
+            shutil.copyfile(made / f"{name}.{kind}", draft := path.with_suffix(".new"))
+            draft.replace(path)
+
+    place("gateway")
+    served = read_tls(certificate=files["pem"], key=files["key"])
+    app = fleet_app(Gateway().status_now, Gateway().drain, Token(TOKEN))
+    async with serving(app, "127.0.0.1:0", served) as port:
+        for name in ("gateway", "weights", "gateway"):
+            place(name)
+            for host in ("localhost", "127.0.0.1"):  # a host by number is not named in a handshake
+                shown = await asyncio.to_thread(ssl.get_server_certificate, (host, port))
+                certificate = (made / f"{name}.pem").read_text()
+                assert ssl.PEM_cert_to_DER_cert(shown) == ssl.PEM_cert_to_DER_cert(certificate)
 
 
 async def test_over_tls_without_a_clients_certificate(tmp_path):
