@@ -118,7 +118,9 @@ class Sandboxes(Protocol):
 class Judge(StrEnum):
     """What decides whether a task in a container image is solved."""
 
-    TESTS = "tests"  # all of fail_to_pass and pass_to_pass pass
+    WITNESS = "witness"  # fail_to_pass and pass_to_pass pass, as seen in pytest or unittest itself
+    LOG = "log"  # they pass by what SymPy's own runner prints; the command ends with test files
+    TESTS = "tests"  # they pass by what the data set's own parser writes to a file
     STATUSES = "statuses"  # every test ends exactly as `expected` says
     EXIT_STATUS = "exit status"  # that of the test command is 0
     REWARD_FILE = "reward file"  # the test command writes it below /logs/verifier

@@ -9,7 +9,12 @@ not judge: `grading.py` does.
 What a test may do: call functions and classes of the tree, pass its own functions, read and set
 attributes, iterate, catch the tree's exceptions, see its own lists, dicts and sets changed by a
 call. What it may not: patch the standard library or capture output (the worker has its own), use
-`with` on the tree's objects, hand over instances of its own classes.
+`with` on the tree's objects, hand over instances of its own classes, or functions by which the
+worker could reach into the tests (`getattr`, `exec`, `pickle.loads`).
+
+What an object of the tree says of itself is its word: whether it equals another of them, is true,
+is an instance, has a member. One that says yes to everything is caught by a stranger that it
+should say no to; one that lies with care is not.
 
 Runs in a sandbox with a bare interpreter: few imports, all of them cheap.
 """
@@ -164,15 +169,26 @@ def _import(name: str) -> Any:
 
 
 _OPERATORS = (
-    *("lt", "le", "gt", "ge", "contains", "getitem", "setitem", "delitem", "neg", "pos", "abs"),
+    *("lt", "le", "gt", "ge", "getitem", "setitem", "delitem", "neg", "pos", "abs"),
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "xor", "invert"),
 )
 _VERBS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (getattr, setattr, isinstance, iter, next, len, repr)},
     **{kind.__name__: kind for kind in (str, int, float, bool)},
-    **{name: getattr(operator, name) for name in (*_OPERATORS, "eq", "index")},
+    **{name: getattr(operator, name) for name in (*_OPERATORS, "eq", "contains", "index")},
     "import": _import,
 }
+# Of what a test hands over, the worker may call what its tests define, and these.
+_HARMLESS_MODULES = (
+    *("operator", "_operator", "math", "cmath", "functools", "re"),
+    *("_functools", "itertools", "collections", "json", "string", "decimal", "fractions"),
+    *("datetime", "statistics", "random", "copy", "builtins"),
+)
+_HARMFUL = (
+    *("eval", "exec", "compile", "__import__", "getattr", "setattr", "delattr", "vars", "globals"),
+    *("locals", "open", "input", "breakpoint", "type", "super", "format", "format_map"),
+    *("attrgetter", "methodcaller"),
+)
 _ADDABLE: tuple[Any, ...] = (int, float, str, bytes)
 _BASES: tuple[Any, ...] = (*_ADDABLE, list, tuple, dict, set, frozenset)
 
@@ -262,8 +278,11 @@ class Proxy:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Proxy):
-            return self._number == other._number or self._peer.ask("eq", self, other) is True
+            return self._number == other._number or self._peer.says_yes("eq", self, other)
         return self._content is not _NOTHING and self._content == other
+
+    def __contains__(self, thing: object) -> bool:
+        return self._peer.says_yes("contains", self, thing)
 
     def __hash__(self) -> int:
         return hash(self._number if self._content is _NOTHING else self._content)
@@ -338,7 +357,7 @@ class Tests(Peer):
             return "yours", thing._number, None
         if isinstance(thing, type) and "_number" in thing.__dict__:
             return "yours", thing.__dict__["_number"], None
-        if callable(thing):
+        if callable(thing) and _is_harmless(thing):
             return "function", self.number(thing), None
         raise TypeError(f"a {type(thing).__name__} can't be handed to the code under test")
 
@@ -371,6 +390,15 @@ class Tests(Peer):
             kind = self._classes[number]
         return kind
 
+    def says_yes(self, verb: str, proxy: Proxy, thing: object) -> bool:
+        """Whether an object answers True to `thing`, and not to a stranger as well."""
+        if self.ask(verb, proxy, thing) is not True:
+            return False
+        try:
+            return self.ask(verb, proxy, _stranger) is not True
+        except Exception:
+            return True  # it was looked at, and was nothing that can be compared
+
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         if name.partition(".")[0] in self._modules:
             return _ModuleSpec(name, self, is_package=True)
@@ -381,6 +409,26 @@ class Tests(Peer):
 
     def exec_module(self, module: RemoteModule) -> None:
         """The worker ran it when it was created."""
+
+
+def _stranger() -> None:
+    """Nothing of the tree equals it or has it."""
+
+
+def _is_harmless(function: Any) -> bool:
+    """Whether it may be called by an enemy, with plain values and functions like it."""
+    if type(function).__name__ == "partial":
+        return _is_harmless(function.func)
+    module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
+    if module is None:  # a method of a built-in type, or of a value of one
+        value = getattr(function, "__self__", None)
+        owner = getattr(function, "__objclass__", None) or value
+        unbound = owner is not value
+        kind = owner if isinstance(owner, type) else type(owner)
+        return kind in _BASES and not (unbound and name in _HARMFUL)
+    if module == "unittest.mock":
+        return not name  # a mock, and not what makes or places them
+    return module == "hidden" or (module in _HARMLESS_MODULES and name not in _HARMFUL)
 
 
 def _ask_original(error: BaseException, name: str) -> Any:

@@ -9,7 +9,9 @@ bash and git in the image.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import stat
 import time
 
 from sampler_fleet.episodes.sandbox_supervisor import Gone, Supervisor, serve
@@ -19,6 +21,7 @@ _SIGKILL = 9
 _KILL_S = 10.0
 _GIT_S = 120.0
 _MAX_LIST = 4 << 20  # bytes of names of changed files
+_MAX_REPORT = 8 << 20
 _LINK, _REPOSITORY = b"120000", b"160000"
 _PREPARE = """
 export GIT_DIR=/var/tmp/.sandbox-start GIT_WORK_TREE=$PWD
@@ -52,9 +55,9 @@ git diff-index --cached --raw -z --no-renames --no-abbrev %s 2>/dev/null
 
 
 class CheckoutSupervisor(Supervisor):
-    """Also `record`, before the policy works, `unset` and `end`."""
+    """Also `record`, before the policy works, `examine` after it, `unset` and `end`."""
 
-    verbs = (*Supervisor.verbs, "record", "unset", "end")
+    verbs = (*Supervisor.verbs, "record", "examine", "unset", "end")
 
     def __init__(self, max_output_bytes: int, max_tree_bytes: int) -> None:
         super().__init__(max_output_bytes, max_tree_bytes)
@@ -79,6 +82,66 @@ class CheckoutSupervisor(Supervisor):
         if code or len(tree) not in (40, 64):
             raise ValueError("git can't record the tree: " + output.decode(errors="replace"))
         self._start = tree
+
+    def examine(
+        self,
+        command: bytes,
+        timeout_s: float,
+        max_output: int,
+        witness: bytes,
+        channel: list,
+        results: list[bytes],
+    ) -> tuple[int, bool, int, bytes, bytes, bytes, dict[bytes, bytes]]:
+        """(as `exec`, what the witness reported, keys that nobody took, files) of a test command.
+
+        Only what the command starts runs meanwhile, and none of it afterwards. pytest loads the
+        witness by itself; `channel` is the keys and the two numbers by which it knows its files.
+        Of `results`, paths, this process reads what is there at the end: by then any other program
+        may be a fake.
+        """
+        self._kill_all()
+        folder, name = "/var/tmp/" + os.urandom(8).hex(), "t" + os.urandom(8).hex()
+        os.mkdir(folder, 0o700)
+        with open(f"{folder}/{name}.py", "wb") as file:
+            file.write(witness)
+        more = {
+            "PYTHONPATH": ":".join([folder, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTEST_ADDOPTS": f"-p {name} {os.environ.get('PYTEST_ADDOPTS', '')}".strip(),
+            "WITNESS": f"{folder}/{name}.py",
+        }
+        keys, keys_fd, report_fd = channel
+        taken, given = os.pipe()
+        report = os.memfd_create("report")
+        before = {key: os.environ.get(key) for key in more}
+        try:
+            os.set_blocking(given, False)
+            if os.write(given, keys) != len(keys):
+                raise OSError("a pipe takes too little")
+            os.close(given)
+            fcntl.fcntl(report, fcntl.F_SETFL, os.O_APPEND)
+            os.dup2(taken, keys_fd)  # from now on new processes have them
+            os.dup2(report, report_fd)
+            os.environ.update(more)
+            result = self.exec(command, b"", timeout_s, max_output)
+            self._kill_all()
+            os.set_blocking(taken, False)
+            try:
+                left = os.read(taken, 2 * len(keys))
+            except BlockingIOError:  # somebody opened the other end, and nothing is there
+                left = b""
+            found = {path: data for path in results if (data := _read_result(path)) is not None}
+            return (*result, os.pread(report, _MAX_REPORT, 0), left, found)
+        finally:
+            for key, value in before.items():
+                if value is None:
+                    os.environ.pop(key, None)
+                else:
+                    os.environ[key] = value
+            for fd in (taken, report, keys_fd, report_fd):
+                try:  # noqa: SIM105 (contextlib is slow to import)
+                    os.close(fd)
+                except OSError:
+                    pass
 
     def snapshot(self) -> tuple[dict[bytes, bytes], list[bytes], bool, list[bytes]]:  # type: ignore[override]
         """(changed files, changed things that are no files, whether that is all, what is gone)."""
@@ -121,6 +184,16 @@ class CheckoutSupervisor(Supervisor):
                 except ProcessLookupError:
                     pass
             self._reap()
+
+
+def _read_result(path: bytes) -> bytes | None:
+    """A regular file; None if there is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(fd, "rb") as file:
+        return file.read(_MAX_REPORT) if stat.S_ISREG(os.fstat(fd).st_mode) else None
 
 
 def _descendants(root: int) -> set[int]:

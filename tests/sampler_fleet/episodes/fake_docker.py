@@ -1,6 +1,7 @@
 """A stand-in for `docker`: `run` starts the container's program on this machine, by bubblewrap.
 
-An image is this system, read-only, and a directory whose copy becomes the working directory. It
+An image is this system, read-only, and a directory whose copy becomes the working directory; a
+directory `IMAGE.opt` is its /opt. It
 knows what `CliRuntime` asks for, and fails on anything else. `FAKE_DOCKER` names a directory with
 `IMAGE.image` directories, a + for each /, and a file per container.
 """
@@ -64,6 +65,8 @@ def run(state: Path, rest: list[str]) -> int:
         shell += ["--symlink", f"usr{folder}", folder]
     shell += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/var/tmp"]
     shell += ["--dir", "/root", "--tmpfs", "/etc", "--tmpfs", "/logs", "--tmpfs", "/tests"]
+    if (opt := tree.with_suffix(".opt")).exists():
+        shell += ["--ro-bind", str(opt), "/opt"]
     workdir = flags.get("--workdir", "/testbed")
     shell += ["--tmpfs", workdir, "--ro-bind", str(tree), "/image", "--chdir", workdir, "--"]
     copy = f'cp -a /image/. {workdir} && exec {flags["--entrypoint"]} "$@"'

@@ -19,12 +19,7 @@ import pytest
 from sampler_fleet.episodes.base import Checkout, Judge, SandboxError, Task
 from sampler_fleet.episodes.containers import cli, modal_sandbox
 from sampler_fleet.episodes.containers.base import NoImageError
-from sampler_fleet.episodes.containers.grading import (
-    GraderByTask,
-    parse_results,
-    parse_reward,
-    parse_statuses,
-)
+from sampler_fleet.episodes.containers.grading import GraderByTask
 from sampler_fleet.episodes.containers.launch import (
     ARGUMENTS,
     SHELL,
@@ -89,10 +84,6 @@ WRITE_RESULTS = (
     f"{RUN} && s=PASSED || s=FAILED\n"
     """echo '{"tests": [{"name": "t", "status": "'$s'"}]}' > /tmp/output.json"""
 )
-WRITE_LOG = (
-    f"{RUN} && s=PASSED || s=FAILED\n"
-    'echo "=== short test summary info ==="; echo "$s tests/test_cart.py::test_total"'
-)
 
 
 def a_task(image: str, **changes) -> Task:
@@ -115,21 +106,6 @@ def a_task(image: str, **changes) -> Task:
         pass_to_pass=(),
         checkout=replace(checkout, **changes),
     )
-
-
-@pytest.fixture
-def docker(tmp_path, monkeypatch, host) -> Path:
-    """A stand-in for docker with one empty image, `base`; the directory of its state."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    program = folder / "docker"
-    program.write_text(fake_docker.PROGRAM)
-    program.chmod(0o755)
-    state = tmp_path / "state"
-    (state / "base.image").mkdir(parents=True)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_DOCKER", str(state))
-    return state
 
 
 class LocalProcess(modal_sandbox.Process):
@@ -311,12 +287,10 @@ class TestGrading:
             (Judge.EXIT_STATUS, RUN),
             (Judge.REWARD_FILE, WRITE_REWARD),
             (Judge.TESTS, WRITE_RESULTS),
-            (Judge.STATUSES, WRITE_LOG),
         ],
     )
     async def test_judges(self, place, grader, judge, command):
-        expected = {"test_total": "PASSED"}
-        task = a_task(place[1], judge=judge, test_command=command, expected=expected)
+        task = a_task(place[1], judge=judge, test_command=command)
         wrong = Patch(changed={"shop/cart.py": b"def total(price, count):\n    return 11\n"})
         right = Patch(changed={"shop/cart.py": b"def total(p, c):\n    return p * c\n"})
         assert not (await grader.grade(task, wrong)).passed
@@ -447,26 +421,6 @@ class TestVerdicts:
             await grader.grade(silent, patch)
         gone = a_task("base", test_command="test ! -e old.txt -a -e hidden/answer -a -e a.py")
         assert (await grader.grade(gone, patch)).passed
-
-
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [("1\n", 1.0), ("0.5", 0.5), ('{"reward": 1}', 1.0), ("", None), ("yes", None), ("NaN", None)],
-)
-def test_rewards(text, reward):
-    assert parse_reward(text) == reward
-
-
-def test_results_and_statuses():
-    text = '{"tests": [{"name": "a", "status": "PASSED"}, {"name": "b", "status": "FAILED"}]}'
-    assert parse_results(text) == {"a"}
-    assert parse_results("{}") is None
-    log = (
-        "PASSED t.py::early\n== short test summary info ==\n"
-        "\x1b[32mPASSED\x1b[0m t.py::Case::test_a\nFAILED t.py::test_b - assert 1 == 2\n== 2 =="
-    )
-    assert parse_statuses(log) == {"Case.test_a": "PASSED", "test_b": "FAILED"}
-    assert parse_statuses("no summary: FAILED t.py::x") == {}
 
 
 def test_isolation_is_asked_for():

@@ -80,7 +80,8 @@ class TestFormats:
         assert task.checkout.workdir == "/testbed"
         assert task.checkout.version == "1.2"
         assert task.checkout.base_commit.endswith("7")
-        assert task.checkout.judge == Judge.TESTS
+        assert task.checkout.judge == Judge.WITNESS
+        assert task.checkout.test_command.endswith(" tests/test_cart.py")
         assert apply_diff(task.checkout.fix_patch, BEFORE) == (AFTER, ())
         assert "tests/test_cart.py" in apply_diff(task.checkout.test_patch, {})[0]
         assert verified.dataset == "SWE-bench Verified"

@@ -1,15 +1,18 @@
 """Rows of SWE-bench and its relatives: SWE-bench (all, Lite, Verified), SWE-Gym, SWE-smith.
 
-Owns their names of images and where the fix is in them. How tests are run and their output is read
-is known to each data set's harness, by repository and version; no row says it.
+Owns their names of images and where the fix is in them. How tests are run is in `runners.py`: few
+rows say it.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from contracts.errors import BadInputError
 from sampler_fleet.episodes.base import Checkout, Task
 from sampler_fleet.episodes.tasks.sources.diff import reverse_diff
 from sampler_fleet.episodes.tasks.sources.row import Row
+from sampler_fleet.episodes.tasks.sources.runners import test_command
 
 WORKDIR = "/testbed"
 _EOL = "\n"
@@ -78,15 +81,33 @@ def read_smith(row: Row) -> Task:
 
 
 def _task(row: Row, dataset: str, checkout: Checkout) -> Task:
+    fail_to_pass, pass_to_pass = row.some_texts("fail_to_pass"), row.texts("pass_to_pass")
+    command, judge = test_command(
+        checkout.repo,
+        checkout.version,
+        (*fail_to_pass, *pass_to_pass),
+        checkout.test_patch,
+        *_own_pytest(row),
+    )
     return Task(
         task_id=row.text("instance_id"),
         split="",
         template=checkout.repo,
         issue=row.text("problem_statement"),
-        fail_to_pass=row.some_texts("fail_to_pass"),
-        pass_to_pass=row.texts("pass_to_pass"),
-        checkout=checkout,
+        fail_to_pass=fail_to_pass,
+        pass_to_pass=pass_to_pass,
+        checkout=replace(checkout, test_command=command, judge=judge),
         dataset=dataset,
         language=row.text("language", "python"),
         license=row.text("license_name", "") or row.text("license", ""),
     )
+
+
+def _own_pytest(row: Row) -> tuple[str, ...]:
+    """What SWE-rebench's rows have for it."""
+    if not row.fields.get("install_config"):
+        return ()
+    command = row.table("install_config").get("test_cmd")
+    if isinstance(command, str) and command.split()[:1] == ["pytest"]:
+        return (command,)
+    return ()
