@@ -43,6 +43,7 @@ def train(
     dry_run: Annotated[bool, typer.Option(help="check everything, print the plan, stop")] = False,
     resume: Annotated[bool, typer.Option(help="go on from the last checkpoint")] = False,
     fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
+    process: Annotated[int, typer.Option(help="this one's number in [cluster]; 0 leads")] = 0,
 ) -> None:
     """Train a policy; ends with RUN/report.html and RUN/summary.json."""
     if resume and fresh:
@@ -57,16 +58,28 @@ def train(
     if dry_run:
         print_plan(console, config)
         return
+    from trainer_jax.cluster import Cluster
+
+    if process:
+        from trainer_jax.replica import Replica
+
+        cluster = Cluster(config.cluster, process)
+        with _stop_on_signals():  # the leader's to answer
+            Replica(config, config.run.path, cluster=cluster).follow()
+        return
     from trainer_jax.run_directory import RunDirectory
 
     mode = "resume" if resume else "fresh" if fresh else "new"
     directory = RunDirectory(config.run.path, mode, config.sections)
     if directory.changes:
         console.print(f"resuming with {', '.join(directory.changes)}", markup=False, soft_wrap=True)
+    cluster = Cluster(config.cluster)
     from trainer_jax.loop import train as train_run
 
     with _stop_on_signals() as stop_requested:
-        status = train_run(config, directory, console=console, stop_requested=stop_requested)
+        status = train_run(
+            config, directory, console=console, stop_requested=stop_requested, cluster=cluster
+        )
     if status == "interrupted":
         settings = [f"--set {shlex.quote(override)}" for override in overrides or ()]
         again = " ".join(["python -m trainer_jax train", str(run_file), *settings, "--resume"])
@@ -81,30 +94,57 @@ def plan(run_file: RunFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def evaluate(
-    run_file: RunFile,
-    checkpoint: Annotated[Path, typer.Option(help="Hugging Face directory to evaluate")],
+    run: Annotated[Path, typer.Argument(help="a run file, or the directory of a run")],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face directory, or checkpoints/<step>; of a run, its newest"),
+    ] = None,
+    tasks: Annotated[
+        Path | None, typer.Option(metavar="SOURCE", help="all its tasks; not the held-out ones")
+    ] = None,
+    ids: Annotated[Path | None, typer.Option(help="subset file of --tasks")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="per task; 0: as the run says")] = 0,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="write the result here as JSON")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="its directory; RUN/evaluations/... if not given")
+    ] = None,
+    regrade: Annotated[
+        bool, typer.Option("--regrade", help="grade the saved patches again, play nothing")
+    ] = False,
 ) -> None:
-    """Evaluate a checkpoint on held-out tasks with the run file's evaluation group."""
-    if out and (out.is_dir() or not out.parent.is_dir()):
-        raise BadInputError("--out", expected="a file in a directory that exists", found=out)
+    """Evaluate a policy with a run's evaluation group; run again, it goes on where it was.
+
+    Ends with report.md and evaluation.json. Status 1 if samples are missing, or, with --regrade, if
+    a verdict is another one.
+    """
     _prepare()
-    from trainer_jax.config import load_run
-    from trainer_jax.evaluate_checkpoint import evaluate_checkpoint
-    from trainer_jax.plan import check_others
+    from trainer_jax.evaluate_checkpoint import directory_of, evaluate_run
+    from trainer_jax.evaluate_regrade import regrade as regrade_patches
+    from trainer_jax.evaluate_source import Request
 
-    settings = [f"model.checkpoint={str(checkpoint)!r}", *(overrides or ())]
-    config = load_run(run_file, settings)
-    config = config.with_sections(check_others(config, trains=False))
+    request = Request(
+        run=run,
+        checkpoint=checkpoint,
+        tasks=tasks,
+        ids=ids,
+        samples=samples,
+        overrides=overrides or (),
+        out=out,
+    )
+    if regrade:
+        raise typer.Exit(regrade_patches(directory_of(request), _console()))
     with _stop_on_signals() as stop_requested:
-        result = evaluate_checkpoint(config, _console(), stop_requested=stop_requested)
-    import json
 
-    text = json.dumps(result.to_json(), indent=2, sort_keys=True)
-    print(text, flush=True)
-    if out:
-        out.write_text(text + "\n")
+        def poll() -> None:
+            if stop_requested():
+                raise KeyboardInterrupt
+
+        try:
+            result = evaluate_run(request, _console(), poll=poll)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on", flush=True)
+            raise typer.Exit(130) from None
+    raise typer.Exit(1 if result.incomplete else 0)
 
 
 @app.command()

@@ -18,9 +18,11 @@ from pydantic import Field, model_validator
 
 from contracts.errors import BadInputError
 from contracts.runfile import Section, read_resolved, read_run_file, validate_section
+from trainer_jax.cluster import ClusterSection
 from trainer_jax.collapse import CollapseLimits
 from trainer_jax.loss import LossConfig
 from trainer_jax.models.config import ComputeConfig
+from trainer_jax.models.parameters import decays
 from trainer_jax.sft import SftConfig
 
 
@@ -78,26 +80,62 @@ Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 class OptimizerSection(Section):
-    """[optimizer]: constant learning rate after a linear warm-up."""
+    """[optimizer]: how parameters move, and in what precision they are kept.
+
+    The learning rate rises linearly over `warmup` updates to `lr`, and then stays (constant) or
+    falls over `decay` updates to `final_lr` (linear, cosine). `masters` in bfloat16 halve the
+    memory of parameters: an update is computed in float32 and rounded up or down at random, so that
+    steps far below a unit in the last place still count on average.
+    """
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     betas: tuple[Decay, Decay] = (0.9, 0.98)
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # of matrices alone
     clip: float | None = Field(default=1.0, gt=0, allow_inf_nan=False)  # global gradient norm
     warmup: int = Field(default=0, ge=0)  # updates
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    decay: int = Field(default=0, ge=0)  # updates
+    final_lr: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    freeze_router: bool = False
+    masters: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _decays(self) -> OptimizerSection:
+        if (self.schedule == "constant") != (self.decay == 0):
+            raise ValueError("decay in updates with a schedule that falls, and only with one")
+        if self.final_lr > self.lr:
+            raise ValueError("final_lr <= lr")
+        return self
+
+    def learning_rate(self) -> optax.Schedule:
+        """By the number of updates made before."""
+        warmup = optax.linear_schedule(self.lr / (self.warmup + 1), self.lr, self.warmup)
+        if self.schedule == "constant":
+            return warmup
+        if self.schedule == "linear":
+            after = optax.linear_schedule(self.lr, self.final_lr, self.decay)
+        else:
+            after = optax.cosine_decay_schedule(self.lr, self.decay, self.final_lr / self.lr)
+        return optax.join_schedules([warmup, after], [self.warmup])
 
     def build(self) -> optax.GradientTransformation:
         """The optimizer; its state depends on the section only through its kind."""
-        schedule = optax.linear_schedule(self.lr / (self.warmup + 1), self.lr, self.warmup)
+        schedule = self.learning_rate()
         if self.name == "adamw":
             first, second = self.betas
             rule = optax.adamw(
-                schedule, b1=first, b2=second, eps=self.eps, weight_decay=self.weight_decay
+                schedule,
+                b1=first,
+                b2=second,
+                eps=self.eps,
+                weight_decay=self.weight_decay,
+                mask=decays,
             )
         else:
-            rule = optax.chain(optax.add_decayed_weights(self.weight_decay), optax.sgd(schedule))
+            decay = optax.add_decayed_weights(self.weight_decay, mask=decays)
+            rule = optax.chain(decay, optax.sgd(schedule))
         if self.clip:
             rule = optax.chain(optax.clip_by_global_norm(self.clip), rule)
         return _with_standard_promotion(rule)
@@ -152,6 +190,7 @@ OWN_SECTIONS: dict[str, type[Section]] = {
     "run": RunSection,
     "model": ModelSection,
     "mesh": MeshSection,
+    "cluster": ClusterSection,
     "optimizer": OptimizerSection,
     "loss": LossConfig,
     "train": TrainSection,
@@ -166,6 +205,7 @@ class RunConfig:
     run: RunSection
     model: ModelSection
     mesh: MeshSection
+    cluster: ClusterSection
     optimizer: OptimizerSection
     loss: LossConfig
     train: TrainSection

@@ -1,11 +1,12 @@
 """Hugging Face checkpoints: directories with config.json and safetensors, in and out.
 
-Owns the one map between names in files and paths in the parameter tree, used by both directions,
-and that a directory appears whole or not at all. Must not compute with the parameters, and must
-not know why somebody exports (publishing belongs to weight_sync).
+Owns the files, and that a directory appears whole or not at all. Names and orientation are those
+of `trainer_jax.tensor_map`. Must not compute with the parameters, and must not know why somebody
+exports (publishing belongs to weight_sync).
 
-Linear weights are [out, in] in files and [in, out] in the tree. Files hold the experts one by one
-("per-expert", as on the hub) or stacked with gate and up concatenated ("fused").
+An export follows the checkpoint it came from: its prefix, its way to lay out experts, its dtypes,
+the parts of its config.json and the tensors that training does not know (vision, multi-token
+prediction).
 """
 
 from __future__ import annotations
@@ -14,26 +15,38 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from contracts.errors import BadInputError
+from contracts.files import lock
+from trainer_jax.cluster import Cluster
 from trainer_jax.models.config import ModelConfig
-from trainer_jax.models.qwen3_moe import PARAMETERS, Params, nest, parameter_shapes
+from trainer_jax.models.parameters import Params, nest, parameter_shapes
+from trainer_jax.parts import Part, by_path, own_parts, regions
+from trainer_jax.tensor_files import INDEX, TensorFiles
+from trainer_jax.tensor_map import (
+    RULES,
+    Audit,
+    FileTensor,
+    Header,
+    Layout,
+    Naming,
+    audit,
+    file_tensors,
+)
 
-Layout = Literal["per-expert", "fused"]
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
 _DTYPE_NAMES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
-_INDEX = "model.safetensors.index.json"
+_WORDS = {name: word for word, name in _DTYPE_NAMES.items()}
+_WRITERS = 4  # threads; casting and copying give way to one another
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -46,83 +59,11 @@ _TOKENIZER_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Tensors of a file named by `pattern`, one for every {layer} and {expert} in it.
-
-    Each holds the leaves named by `leaves` (concatenated on the output dimension where there are
-    several), with the indices of the pattern taken from their leading dimensions.
-    """
-
-    pattern: str
-    leaves: tuple[str, ...]
-    transposed: bool = False
-
-
-_COMMON = (
-    Rule("model.embed_tokens.weight", ("embed",)),
-    Rule("model.layers.{layer}.input_layernorm.weight", ("attention_norm",)),
-    Rule("model.layers.{layer}.self_attn.q_proj.weight", ("q",), transposed=True),
-    Rule("model.layers.{layer}.self_attn.k_proj.weight", ("k",), transposed=True),
-    Rule("model.layers.{layer}.self_attn.v_proj.weight", ("v",), transposed=True),
-    Rule("model.layers.{layer}.self_attn.o_proj.weight", ("o",), transposed=True),
-    Rule("model.layers.{layer}.self_attn.q_norm.weight", ("q_norm",)),
-    Rule("model.layers.{layer}.self_attn.k_norm.weight", ("k_norm",)),
-    Rule("model.layers.{layer}.post_attention_layernorm.weight", ("ffn_norm",)),
-    Rule("model.layers.{layer}.mlp.gate.weight", ("router",), transposed=True),
-    Rule("model.norm.weight", ("norm",)),
-    Rule("lm_head.weight", ("head",)),
-)
-_EXPERT = "model.layers.{layer}.mlp.experts"
-RULES: dict[Layout, tuple[Rule, ...]] = {
-    "per-expert": (
-        *_COMMON,
-        Rule(f"{_EXPERT}.{{expert}}.gate_proj.weight", ("gate",), transposed=True),
-        Rule(f"{_EXPERT}.{{expert}}.up_proj.weight", ("up",), transposed=True),
-        Rule(f"{_EXPERT}.{{expert}}.down_proj.weight", ("down",), transposed=True),
-    ),
-    "fused": (
-        *_COMMON,
-        Rule(f"{_EXPERT}.gate_up_proj", ("gate", "up"), transposed=True),
-        Rule(f"{_EXPERT}.down_proj", ("down",), transposed=True),
-    ),
-}
-_PATH_OF_LEAF = {path[-1]: path for path in PARAMETERS}
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """One tensor of a file: `shape` as in the file, and where its parts lie in the tree."""
-
-    name: str
-    shape: tuple[int, ...]
-    paths: tuple[tuple[str, ...], ...]
-    index: tuple[int, ...]
-    transposed: bool
-
-
-def file_tensors(config: ModelConfig, layout: Layout) -> Iterator[FileTensor]:
-    """Every tensor that a checkpoint of this config and layout holds, in the order of the rules."""
-    shapes = parameter_shapes(config)
-    sizes = {"layer": config.num_hidden_layers, "expert": config.num_experts}
-    for rule in RULES[layout]:
-        paths = tuple(_PATH_OF_LEAF[leaf] for leaf in rule.leaves)
-        if any(path not in shapes for path in paths):  # the head of a tied model
-            continue
-        stacked = [key for key in sizes if f"{{{key}}}" in rule.pattern]
-        inner = [shapes[path][len(stacked) :] for path in paths]
-        shape = (*inner[0][:-1], sum(part[-1] for part in inner))
-        if rule.transposed:
-            shape = (*shape[:-2], shape[-1], shape[-2])
-        for index in product(*(range(sizes[key]) for key in stacked)):
-            name = rule.pattern.format(**dict(zip(stacked, index, strict=True)))
-            yield FileTensor(name, shape, paths, index, rule.transposed)
-
-
 def load_checkpoint(directory: str | Path) -> tuple[ModelConfig, Params]:
-    """The config and the parameters (numpy float32) of a Qwen3-MoE checkpoint directory.
+    """The config and the parameters (numpy float32) of a checkpoint directory.
 
-    Reads one model.safetensors or shards with an index; either expert layout; BF16, F16, F32.
+    Reads one model.safetensors or shards with an index; either prefix and expert layout; BF16, F16,
+    F32. Vision and multi-token prediction are left where they are.
 
     Raises:
         BadInputError: no such checkpoint, another architecture, a missing or unexpected tensor, a
@@ -133,29 +74,41 @@ def load_checkpoint(directory: str | Path) -> tuple[ModelConfig, Params]:
     check_tokenizer(directory, config)
     with contextlib.ExitStack() as stack:
         readers = _open_tensors(directory, stack)
-        layout: Layout = (
-            "fused" if any(name.endswith(".gate_up_proj") for name in readers) else "per-expert"
-        )
-        expected = {tensor.name: tensor for tensor in file_tensors(config, layout)}
-        _check_names(directory, expected, readers, tied=config.tie_word_embeddings)
+        report = audit(config, _headers(readers))
+        report.check(f"checkpoint {directory}")
         flat = {
             path: np.empty(shape, np.float32) for path, shape in parameter_shapes(config).items()
         }
-        for tensor in expected.values():
-            value = _read(readers[tensor.name], tensor)
-            value = value.swapaxes(-1, -2) if tensor.transposed else value
-            bounds = np.cumsum([flat[path].shape[-1] for path in tensor.paths])[:-1]
-            for path, part in zip(tensor.paths, np.split(value, bounds, axis=-1), strict=True):
+        for tensor in report.tensors.values():
+            value = readers[tensor.name].get_tensor(tensor.name).astype(np.float32)
+            if tensor.name == "lm_head.weight" and config.tie_word_embeddings:
+                if not np.array_equal(value, flat["embed",]):
+                    raise BadInputError(
+                        f"checkpoint {directory}, lm_head.weight",
+                        expected="the embedding, as tie_word_embeddings says",
+                        found="other values",
+                    )
+                continue
+            for path, part in zip(tensor.paths, tensor.to_tree(value), strict=True):
                 flat[path][tensor.index] = part
-        if config.tie_word_embeddings and "lm_head.weight" in readers:
-            head = readers["lm_head.weight"].get_tensor("lm_head.weight")
-            if not np.array_equal(head.astype(np.float32), flat["embed",]):
-                raise BadInputError(
-                    f"checkpoint {directory}, lm_head.weight",
-                    expected="the embedding, as tie_word_embeddings says",
-                    found="other values",
-                )
     return config, nest(flat)
+
+
+def audit_checkpoint(directory: str | Path) -> Audit:
+    """What the tensor map says of a checkpoint directory, from its files' headers alone.
+
+    Raises:
+        BadInputError: no such checkpoint, or another architecture.
+    """
+    directory = Path(directory)
+    config = load_config(directory)
+    with contextlib.ExitStack() as stack:
+        return audit(config, _headers(_open_tensors(directory, stack)))
+
+
+def _headers(readers: dict[str, Any]) -> dict[str, Header]:
+    views = ((name, reader.get_slice(name)) for name, reader in readers.items())
+    return {name: Header(tuple(view.get_shape()), view.get_dtype()) for name, view in views}
 
 
 def load_config(directory: str | Path) -> ModelConfig:
@@ -197,7 +150,7 @@ def check_tokenizer(directory: str | Path, config: ModelConfig) -> None:
 
 def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Tensor name -> open reader of the file that holds it."""
-    index, single = directory / _INDEX, directory / "model.safetensors"
+    index, single = directory / INDEX, directory / "model.safetensors"
     if index.exists():
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
@@ -210,7 +163,7 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any
         weight_map, files = None, {single}
     else:
         raise BadInputError(
-            f"checkpoint {directory}", expected=f"model.safetensors or {_INDEX}", found="neither"
+            f"checkpoint {directory}", expected=f"model.safetensors or {INDEX}", found="neither"
         )
     readers: dict[str, Any] = {}
     for path in sorted(files):
@@ -233,136 +186,214 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any
     return readers
 
 
-def _check_names(directory: Path, expected, found, *, tied: bool) -> None:
-    rule = f"checkpoint {directory}, tensors"
-    if missing := [name for name in expected if name not in found]:
-        raise BadInputError(
-            rule, expected=missing[0], found=f"no such tensor ({len(missing)} missing in all)"
-        )
-    allowed = {"lm_head.weight"} if tied else set()
-    if unexpected := [name for name in found if name not in expected and name not in allowed]:
-        raise BadInputError(
-            rule,
-            expected=f"the {len(expected)} tensors of a qwen3_moe",
-            found=f"also {unexpected[0]} ({len(unexpected)} unexpected in all)",
-        )
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The checkpoint that an export comes from and follows."""
+
+    config: dict[str, Any]  # of config.json
+    naming: Naming
+    headers: dict[str, Header]
+    carried: tuple[str, ...]
+    readers: dict[str, Any]
+
+    def dtype(self, name: str, wanted: str | None) -> str:
+        """Of a tensor to be written: as wanted, but what the source holds in float32 although its
+        matrices are narrower (decays, norms) stays so. By default that of the source.
+        """
+        usual = self.headers[f"{self.naming.prefix}embed_tokens.weight"]
+        own = self.headers.get(name, usual)  # experts may be laid out anew
+        if wanted is None or (own.dtype == "F32" != usual.dtype):
+            return _DTYPE_NAMES[own.dtype]
+        return wanted
 
 
-def _read(reader: Any, tensor: FileTensor) -> np.ndarray:
-    view = reader.get_slice(tensor.name)
-    shape, dtype = tuple(view.get_shape()), view.get_dtype()
-    if shape != tensor.shape:
-        raise BadInputError(f"shape of {tensor.name}", expected=tensor.shape, found=shape)
-    if dtype not in _DTYPE_NAMES:
-        raise BadInputError(
-            f"dtype of {tensor.name}", expected=", ".join(_DTYPE_NAMES), found=dtype
-        )
-    return reader.get_tensor(tensor.name).astype(np.float32)
+def _open_source(
+    directory: str | Path | None, config: ModelConfig, stack: contextlib.ExitStack
+) -> _Source | None:
+    """The checkpoint there, if it is one of this very model; else only its tokenizer is wanted."""
+    if directory is None or not (path := Path(directory) / "config.json").exists():
+        return None
+    try:
+        if load_config(directory) != config:
+            return None
+    except BadInputError:
+        return None
+    if not any((path.parent / name).exists() for name in (INDEX, "model.safetensors")):
+        return None
+    readers = _open_tensors(path.parent, stack)
+    headers = _headers(readers)
+    report = audit(config, headers)
+    report.check(f"checkpoint {directory}")
+    return _Source(
+        config=json.loads(path.read_bytes().decode()),
+        naming=report.naming,
+        headers=headers,
+        carried=report.carried,
+        readers=readers,
+    )
 
 
 def save_checkpoint(
     directory: str | Path,
     config: ModelConfig,
-    params: Params,
+    params: Params | list[Part],
     *,
-    layout: Layout = "per-expert",
-    dtype: str = "bfloat16",
+    layout: Layout | None = None,
+    dtype: str | None = "bfloat16",
     copy_from: str | Path | None = None,
     max_shard_bytes: int = 4 << 30,
+    cluster: Cluster | None = None,
 ) -> None:
     """Writes a checkpoint directory that transformers and SGLang load.
 
-    `params` may be numpy or jax arrays. Files of the tokenizer travel along from `copy_from`. The
-    directory is written beside its place, made durable and renamed: it appears whole or not at
-    all. One that was there before is replaced.
+    `params` may be numpy or jax arrays, or this process's parts of them, which are released. Arrays
+    on several devices are written part by part, never gathered; in a cluster every process calls
+    this and writes what it holds. `copy_from` is a directory whose tokenizer files travel
+    along. If it also holds a checkpoint of this config, the export follows it: prefix and
+    config.json are its, as are layout and dtypes where None is given; vision and multi-token
+    prediction are copied as they are. The directory is written beside its place, made durable and
+    renamed: it appears whole or not at all. One that was there before is replaced.
+
+    Args:
+        layout: of the experts; None is the source's, or "per-expert".
+        dtype: of the matrices; None is each tensor's in the source, or "bfloat16".
 
     Raises:
-        BadInputError: an unknown layout or dtype, `copy_from` is no directory.
+        BadInputError: an unknown layout or dtype, `copy_from` is no directory, or a broken one.
         OSError: the disk is full or the place not writable; nothing is left behind.
     """
-    if layout not in RULES:
+    if layout not in (*RULES, None):
         raise BadInputError("checkpoint layout", expected=" or ".join(RULES), found=layout)
-    if dtype not in DTYPES:
+    if dtype not in (*DTYPES, None):
         raise BadInputError("checkpoint dtype", expected=" or ".join(DTYPES), found=dtype)
     if copy_from is not None and not Path(copy_from).is_dir():
         raise BadInputError("tokenizer to copy", expected="a directory", found=copy_from)
 
-    def write(into: Path) -> None:
-        for name in _TOKENIZER_FILES:
-            if copy_from is not None and (source := Path(copy_from) / name).exists():
-                (into / name).write_bytes(source.read_bytes())
-        text = json.dumps(config.to_hf() | {"dtype": dtype}, indent=2, sort_keys=True)
-        (into / "config.json").write_text(text + "\n")
-        _write_tensors(into, config, params, layout, dtype, max_shard_bytes)
+    parts = params if isinstance(params, list) else own_parts(params)
+    with contextlib.ExitStack() as stack:
+        source = _open_source(copy_from, config, stack)
+        tensors = list(file_tensors(config, _naming(source, layout)))
+        headers = {tensor.name: _header(tensor, source, dtype) for tensor in tensors}
+        carried = {name: source.headers[name] for name in source.carried} if source else {}
+        files = TensorFiles(headers | carried, max_shard_bytes)
 
-    write_directory(Path(directory), write)
+        def lay_out(into: Path) -> None:
+            for name in _TOKENIZER_FILES:
+                if copy_from is not None and (file := Path(copy_from) / name).exists():
+                    (into / name).write_bytes(file.read_bytes())
+            text = json.dumps(_config_json(config, source, dtype), indent=2, sort_keys=True)
+            (into / "config.json").write_text(text + "\n")
+            files.create(into)
+            with files.filling(into) as views:
+                for name in carried:
+                    assert source
+                    views[name][...] = source.readers[name].get_tensor(name)
+
+        def fill(into: Path) -> None:
+            places = by_path(tensors)
+            with files.filling(into) as views, ThreadPoolExecutor(_WRITERS) as pool:
+                for _ in pool.map(lambda part: _write(part, places[part.path], views), parts):
+                    pass
+
+        write_directory(Path(directory), lay_out, fill, cluster=cluster or Cluster.alone())
 
 
-def _write_tensors(
-    into: Path, config: ModelConfig, params: Params, layout: Layout, dtype: str, max_bytes: int
+def _write(
+    part: Part, places: Sequence[tuple[FileTensor, int]], views: Mapping[str, np.ndarray]
 ) -> None:
-    shards: list[list[FileTensor]] = [[]]
-    total_bytes = shard_bytes = 0
-    for tensor in file_tensors(config, layout):
-        num_bytes = int(np.prod(tensor.shape)) * np.dtype(DTYPES[dtype]).itemsize
-        if shards[-1] and shard_bytes + num_bytes > max_bytes:
-            shards.append([])
-            shard_bytes = 0
-        shards[-1].append(tensor)
-        shard_bytes += num_bytes
-        total_bytes += num_bytes
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        values = {tensor.name: _gather(params, tensor, DTYPES[dtype]) for tensor in shard}
-        # not save_file: a full disk must be an OSError
-        (into / file).write_bytes(safetensors.numpy.save(values, metadata={"format": "pt"}))
-        weight_map |= dict.fromkeys(values, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        (into / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for tensor, index, values in regions(part, places):
+        views[tensor.name][index] = values
+    part.release()
 
 
-def _gather(params: Params, tensor: FileTensor, dtype: Any) -> np.ndarray:
-    """The tensor's values as its file holds them, contiguous."""
-    parts = []
-    for path in tensor.paths:
-        node: Any = params
-        for key in path:
-            node = node[key]
-        parts.append(np.asarray(node[tensor.index]))
-    value = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-    value = value.swapaxes(-1, -2) if tensor.transposed else value
-    assert value.shape == tensor.shape, (tensor.name, value.shape, tensor.shape)
-    return np.ascontiguousarray(value.astype(dtype))
+def _naming(source: _Source | None, layout: Layout | None) -> Naming:
+    naming = source.naming if source else Naming()
+    return replace(naming, layout=layout or naming.layout)
 
 
-def write_directory(target: Path, write: Callable[[Path], None]) -> None:
-    """Runs `write` in a new directory beside `target`, makes it durable and moves it there.
+def _header(tensor: FileTensor, source: _Source | None, dtype: str | None) -> Header:
+    name = source.dtype(tensor.name, dtype) if source else dtype or "bfloat16"
+    return Header(tensor.shape, _WORDS[name])
 
-    What was at `target` stays there unless all of this succeeds.
+
+def _config_json(config: ModelConfig, source: _Source | None, dtype: str | None) -> dict[str, Any]:
+    if source is None:
+        return config.to_hf() | {"dtype": dtype or "bfloat16"}
+    return source.config if dtype is None else _with_dtype(source.config, dtype)
+
+
+def _with_dtype(data: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The config, and those of its parts that name one, with another dtype."""
+    parts = {
+        key: _with_dtype(value, dtype)
+        for key, value in data.items()
+        if key.endswith("_config")
+        and isinstance(value, dict)
+        and ("dtype" in value or "torch_dtype" in value)
+    }
+    return data | parts | {"torch_dtype" if "torch_dtype" in data else "dtype": dtype}
+
+
+def write_directory(
+    target: Path,
+    lay_out: Callable[[Path], None],
+    fill: Callable[[Path], None],
+    *,
+    cluster: Cluster,
+) -> None:
+    """Makes a directory beside `target`, durable, and moves it there.
+
+    The leader of a cluster runs `lay_out` in it, then all processes run `fill`. What was at
+    `target` stays there unless all of this succeeds; what a killed attempt left is cleared away.
+
+    Raises:
+        BadInputError: another process is writing it.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    staging = target.parent / f".{target.name}.staging"
     fresh, old = staging / "fresh", staging / "old"
-    try:
-        fresh.mkdir()
-        write(fresh)
-        for path in (*fresh.iterdir(), fresh):
-            _sync(path)
+    laid_out, filled = f"{target} laid out", f"{target} filled"
+    if not cluster.is_leader:
+        cluster.barrier(laid_out)
+        fill(fresh)
+        cluster.barrier(filled)
+        return
+    staging.mkdir(parents=True, exist_ok=True)
+    with _only_writer(staging, target):
         try:
-            if os.path.lexists(target):
-                target.rename(old)
-            fresh.rename(target)
-        except BaseException:
-            if os.path.lexists(old):
-                old.rename(target)
-            raise
-        _sync(target.parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            if os.path.lexists(old) and not os.path.lexists(target):
+                old.rename(target)  # it was killed between the two renames below
+            for left in (old, fresh):
+                shutil.rmtree(left, ignore_errors=True)
+            fresh.mkdir()
+            lay_out(fresh)
+            cluster.barrier(laid_out)
+            fill(fresh)
+            cluster.barrier(filled)
+            for path in (*fresh.iterdir(), fresh):
+                _sync(path)
+            try:
+                if os.path.lexists(target):
+                    target.rename(old)
+                fresh.rename(target)
+            except BaseException:
+                if os.path.lexists(old):
+                    old.rename(target)
+                raise
+            _sync(target.parent)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _only_writer(staging: Path, target: Path) -> Iterator[None]:
+    try:
+        held = lock(staging / "lock", wait_s=0)
+    except BlockingIOError:
+        raise BadInputError(
+            str(target), expected="one process at a time that writes it", found="another one"
+        ) from None
+    with held:
+        yield
 
 
 def _sync(path: Path) -> None:

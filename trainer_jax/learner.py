@@ -14,11 +14,14 @@ from typing import Any
 from contracts.types import TrajectoryGroup
 from trainer_jax.advantages import advantages_of
 from trainer_jax.batch import Batch, BatchShape, pack
+from trainer_jax.cluster import Cluster
 from trainer_jax.config import RunConfig
 from trainer_jax.hf import load_checkpoint, save_checkpoint
 from trainer_jax.mesh import make_mesh
+from trainer_jax.parts import own_parts
 from trainer_jax.records import RecordRules, check_trajectory
 from trainer_jax.step import PendingMetrics, TrainState, make_update
+from trainer_jax.summary import training_groups
 
 
 class PendingUpdate:
@@ -50,14 +53,13 @@ class PendingUpdate:
 class Learner:
     """The training state and its update function."""
 
-    def __init__(
-        self, config: RunConfig, group_names: Sequence[str], *, temperature: float
-    ) -> None:
-        """Loads the start checkpoint. `temperature` is that of the samplers.
+    def __init__(self, config: RunConfig) -> None:
+        """Loads the start checkpoint.
 
         Raises:
             BadInputError: not a checkpoint of this architecture, more devices than there are.
         """
+        groups = training_groups(config.sections)
         self.model, params = load_checkpoint(config.model.checkpoint)
         self._train, self._loss = config.train, config.loss
         self._update = make_update(
@@ -65,12 +67,14 @@ class Learner:
             config.loss,
             config.optimizer.build(),
             make_mesh(config.mesh.model_dump()),
-            group_names=group_names,
-            temperature=temperature,
+            group_names=groups,
+            temperature=config.sections.get("sampling", {}).get("temperature", 1.0),
             compute=config.model.compute,
+            freeze_router=config.optimizer.freeze_router,
+            masters=config.optimizer.masters,
         )
         self._rules = RecordRules(
-            group_names=tuple(group_names),
+            group_names=tuple(groups),
             vocab_size=self.model.vocab_size,
             replay=config.loss.replay,
             max_candidates=config.train.candidate_buckets[-1],
@@ -113,6 +117,7 @@ class Learner:
         num_tokens = sum(int((batch.segments_BxR > 0).sum()) for batch in batches)
         return PendingUpdate(pending, num_tokens)
 
-    def export(self, directory: Path, *, copy_from: Path) -> None:
+    def export(self, directory: Path, *, copy_from: Path, cluster: Cluster) -> None:
         """Writes the policy as a Hugging Face directory; tokenizer files from `copy_from`."""
-        save_checkpoint(directory, self.model, self.params, copy_from=copy_from)
+        parts = own_parts(self.params)
+        save_checkpoint(directory, self.model, parts, copy_from=copy_from, cluster=cluster)

@@ -10,6 +10,7 @@ collects the groups of update n + 1.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -23,19 +24,26 @@ from rich.console import Console
 from contracts.errors import BadInputError, RetryError
 from contracts.types import Ending, TrajectoryGroup
 from trainer_jax.advantages import has_signal
-from trainer_jax.checkpoint import Checkpoints, Position
+from trainer_jax.checkpoint import Position
+from trainer_jax.cluster import Cluster
 from trainer_jax.collapse import CollapseWatch, is_collapsed, observe
 from trainer_jax.config import RunConfig
 from trainer_jax.evaluate import evaluate_while, write_evaluation
-from trainer_jax.learner import Learner, PendingUpdate
+from trainer_jax.learner import PendingUpdate
 from trainer_jax.live import LiveView
 from trainer_jax.metrics import MetricsLog, Record, batch_statistics
-from trainer_jax.publish import Publisher
+from trainer_jax.replica import Replica
 from trainer_jax.report import write_report
 from trainer_jax.rollouts import GroupStream
 from trainer_jax.run_directory import RunDirectory
 from trainer_jax.services import Services
-from trainer_jax.summary import build_summary, is_training, print_summary, write_summary
+from trainer_jax.summary import (
+    build_summary,
+    is_training,
+    print_summary,
+    training_groups,
+    write_summary,
+)
 from trainer_jax.update_report import update_report
 
 log = logging.getLogger(__name__)
@@ -87,32 +95,35 @@ class Loop:
         *,
         console: Console,
         stop_requested: Callable[[], bool],
+        cluster: Cluster,
     ) -> None:
         self._config = config
         self._path = directory.path
         self._stop_requested = stop_requested
-        groups = [g["name"] for g in config.sections["fleet"]["groups"] if is_training(g)]
-        self._groups = groups
-        self._view = LiveView(groups, config.train.updates, console)
         self._console = console
         self._started = time.monotonic()
         self._elapsed_before = 0.0
-        temperature = config.sections.get("sampling", {}).get("temperature", 1.0)
-        self._learner = Learner(config, groups, temperature=temperature)
-        self._checkpoints = Checkpoints(self._path, keep=config.train.keep_checkpoints)
+        self._groups = training_groups(config.sections)
+        self._view = LiveView(self._groups, config.train.updates, console)
+        self._services = Services(config, directory, say=self._view.say)
+        self._replica = replica = Replica(
+            config,
+            self._path,
+            cluster=cluster,
+            weights=self._services.addresses.weights,
+            credentials=self._services.credentials,
+        )
+        self._learner, self._checkpoints = replica.learner, replica.checkpoints
+        self._publisher = replica.publisher
         self._step = self._sequence = self._version = 0  # where the last checkpoint left off
-        self._metrics = self._open_metrics()
+        if position := replica.position:
+            self._step, self._sequence = position.step, position.sequence
+            self._version = position.version
+            self._elapsed_before = position.elapsed_seconds
+        self._metrics = MetricsLog(self._path, last_step=self._step)
         self._watch = CollapseWatch()
         for record in self._metrics.records:
             self._observe(record)
-        self._services = Services(config, directory, say=self._view.say)
-        self._publisher = Publisher(
-            self._services.addresses.weights,
-            self._services.credentials,
-            config=self._learner.model,
-            source=config.model.checkpoint,
-            scratch=self._path / "export",
-        )
         self._stream: GroupStream | None = None
         self._taken = self._sequence  # last group off the stream, trained on or not
         self._num_taken = 0  # trajectories off the stream since the last report
@@ -120,16 +131,6 @@ class Loop:
         self._refused_in_a_row = 0
         self._unsettled: _Unsettled | None = None
         self._dropped: Counter[str] = Counter()
-
-    def _open_metrics(self) -> MetricsLog:
-        """Restores the last checkpoint, if there is one, and the curves up to it."""
-        if self._checkpoints.latest_step is not None:
-            state, position = self._checkpoints.restore(self._learner.state)
-            self._learner.restore(state)
-            self._step, self._sequence = position.step, position.sequence
-            self._version = position.version
-            self._elapsed_before = position.elapsed_seconds
-        return MetricsLog(self._path, last_step=self._step)
 
     @property
     def elapsed_seconds(self) -> float:
@@ -163,7 +164,7 @@ class Loop:
         self._publisher.wait(self._poll)
         if status == "finished":
             self._save(wait=True)
-            self._learner.export(self._path / "final", copy_from=self._config.model.checkpoint)
+            self._replica.export()
             if self._config.evaluation.after:
                 self._services.retire_training_samplers()
                 self._evaluate("after")
@@ -179,7 +180,7 @@ class Loop:
         newest = self._services.start_weights(self._poll_stop)
         self._version = max(newest, self._version) + 1
         self._view.phase(f"publishing version {self._version}")
-        self._publisher.submit(self._version, self._learner.params)
+        self._replica.publish(self._version)
         self._publisher.wait(self._poll)
         self._view.phase("starting the gateway and the samplers")
         self._services.start_fleet(self._config.model.checkpoint, self._poll_stop)
@@ -221,12 +222,10 @@ class Loop:
             groups = self._collect(train.prompts_per_update)
             collected = time.monotonic()
             batches = self._learner.pack(groups)
-            self._publisher.detach()  # the update reuses the memory of the parameters before it
             record = batch_statistics(groups, self._version)
-            update = self._learner.update(batches, self._version)
+            update = self._replica.update(batches, self._version)
             self._step, self._version = self._step + 1, self._version + 1
             self._sequence = groups[-1].sequence
-            self._publisher.submit(self._version, self._learner.params)
             self._settle()
             dispatched = time.monotonic()
             # dispatch: packing, the end of the update before this one, compilation
@@ -397,8 +396,7 @@ class Loop:
 
     def _save(self, *, wait: bool) -> None:
         self._settle()  # the metrics up to this step are on disk before the step is durable
-        self._checkpoints.save(
-            self._learner.state,
+        self._replica.save(
             Position(
                 run=self._config.run.name,
                 step=self._step,
@@ -406,7 +404,7 @@ class Loop:
                 sequence=self._sequence,
                 seed=self._config.run.seed,
                 elapsed_seconds=self.elapsed_seconds,
-            ),
+            )
         )
         if wait:
             self._checkpoints.wait()
@@ -426,12 +424,12 @@ class Loop:
         print_summary(self._console, summary, write_report(self._path))
 
     def _close(self) -> None:
-        if self._stream:
-            self._stream.close()
-        self._publisher.close()
-        self._services.close()
-        self._metrics.close()
-        self._checkpoints.close()
+        with contextlib.ExitStack() as stack:  # each, whatever another one raises
+            stack.callback(self._metrics.close)
+            stack.callback(self._services.close)
+            stack.callback(self._replica.close)
+            if self._stream:
+                stack.callback(self._stream.close)
 
 
 def train(
@@ -440,6 +438,7 @@ def train(
     *,
     console: Console,
     stop_requested: Callable[[], bool],
+    cluster: Cluster | None = None,
 ) -> str:
     """Runs or resumes the run of a directory; returns finished, interrupted or collapsed.
 
@@ -449,4 +448,11 @@ def train(
     """
     if not any(is_training(group) for group in config.sections.get("fleet", {}).get("groups", [])):
         raise BadInputError("run file, fleet.groups", expected="a training group", found="none")
-    return Loop(config, directory, console=console, stop_requested=stop_requested).run()
+    loop = Loop(
+        config,
+        directory,
+        console=console,
+        stop_requested=stop_requested,
+        cluster=cluster or Cluster.alone(),
+    )
+    return loop.run()

@@ -15,10 +15,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from contracts.errors import BadInputError
-from trainer_jax.models.qwen3_moe import PARAMETERS
+from trainer_jax.models.parameters import PARAMETERS
 
 AXES = ("data", "fsdp", "expert", "tensor")
-BATCH_AXES = ("data", "fsdp")  # rows are split over both; parameters over fsdp only
+# Rows are split over all of these, parameters over fsdp, experts over expert. Where experts are not
+# computed, devices along `expert` are as good as more data.
+BATCH_AXES = ("data", "fsdp", "expert")
 
 # Dimensions of parameters -> the mesh axis they are split over; None is replicated.
 LOGICAL_AXES: Mapping[str, str | None] = {
@@ -26,11 +28,18 @@ LOGICAL_AXES: Mapping[str, str | None] = {
     "model": "fsdp",
     "vocab": "tensor",
     "heads": "tensor",
+    "head_outputs": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
     "router": None,
     "expert": "expert",
     "ffn": "tensor",
+    "mlp": "tensor",
+    "delta_channels": None,  # q, k and v side by side: no even cut is between heads of each
+    "delta_outputs": "tensor",
+    "delta_heads": None,
+    "delta_head_dim": None,
+    "tap": None,
 }
 
 
@@ -86,6 +95,20 @@ def param_shardings(mesh: Mesh, params: Any) -> Any:
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(sharding, params)
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """Copies arrays to the devices of `shardings`, a tree like theirs; no memory is shared.
+
+    With several processes each copies the parts of its own devices from the same whole arrays.
+    """
+
+    def put(array: Any, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(
+            np.shape(array), sharding, lambda index: np.array(array[index])
+        )
+
+    return jax.tree.map(put, tree, shardings)
 
 
 def by_data_shard(function: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:

@@ -26,12 +26,13 @@ from trainer_jax.config import RunConfig
 from trainer_jax.hf import check_tokenizer, load_config
 from trainer_jax.live import number
 from trainer_jax.mesh import make_mesh
-from trainer_jax.models.qwen3_moe import parameter_shapes
+from trainer_jax.models.parameters import parameter_shapes
 from trainer_jax.summary import is_training, percent
 
 CHECK_S = 60.0
 OTHERS = ("weight_sync", "sampler_fleet")
 ADAM_MOMENTS = 2
+EMBEDDED_MODEL_TYPE = "qwen3_moe"  # what the fleet's own engine computes
 
 
 def check_others(config: RunConfig, *, trains: bool = True) -> dict[str, dict[str, Any]]:
@@ -48,7 +49,7 @@ def check_others(config: RunConfig, *, trains: bool = True) -> dict[str, dict[st
         record = Path(scratch) / "config.json"
         write_resolved(record, config.sections)
         for package in OTHERS:
-            sections |= _check(package, record)
+            sections |= ask(package, "check", "--config", str(record))
     check_agreement(config.with_sections(sections), trains=trains)
     return sections
 
@@ -57,20 +58,41 @@ def check_agreement(config: RunConfig, *, trains: bool = True) -> None:
     """What no component can check alone, before anything is started.
 
     Raises:
-        BadInputError: a tokenizer larger than the model's vocabulary, more held-out tasks or
-            devices than there are, no samplers for something to do, a band for an unknown group,
-            samplers that do not record what the loss needs.
+        BadInputError: a tokenizer larger than the model's vocabulary, a model that the samplers'
+            engine does not compute, more held-out tasks or devices than there are, no samplers for
+            something to do, a band for an unknown group, samplers that do not record what the loss
+            needs.
     """
-    check_tokenizer(config.model.checkpoint, load_config(config.model.checkpoint))
+    model = load_config(config.model.checkpoint)
+    check_tokenizer(config.model.checkpoint, model)
     evaluates = not trains or config.evaluation.before or config.evaluation.after
     if config.is_local:  # services at addresses have their own sections
+        _check_engines(config.sections, model.model_type)
         _check_fleet(config.sections, trains=trains, evaluates=evaluates)
     if trains:
         groups = config.sections["fleet"]["groups"]
         config.loss.log_bands(tuple(group["name"] for group in groups if is_training(group)))
-        if _num_devices(config) > 1:
+        if _num_devices(config) > 1 and config.cluster.processes == 1:  # else not all are known yet
             make_mesh(config.mesh.model_dump())
+        shards = config.mesh.data * config.mesh.fsdp * config.mesh.expert
+        if config.train.micro_rows % shards:
+            raise BadInputError(
+                "run file, train.micro_rows",
+                expected=f"a multiple of mesh.data * mesh.fsdp * mesh.expert, {shards}",
+                found=config.train.micro_rows,
+            )
         _check_record(config.sections)
+
+
+def _check_engines(sections: dict[str, dict[str, Any]], model_type: str) -> None:
+    """That every sampler can compute the model: the embedded engine knows one family."""
+    for group in sections["fleet"]["groups"]:
+        if group["engine"] == "embedded" and model_type != EMBEDDED_MODEL_TYPE:
+            raise BadInputError(
+                f"run file, group {group['name']}, engine",
+                expected=f"sglang for a {model_type} (embedded is for {EMBEDDED_MODEL_TYPE})",
+                found=group["engine"],
+            )
 
 
 def _check_fleet(sections: dict[str, dict[str, Any]], *, trains: bool, evaluates: bool) -> None:
@@ -136,18 +158,22 @@ def _check_record(sections: dict[str, dict[str, Any]]) -> None:
         )
 
 
-def _check(package: str, record: Path) -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-m", package, "check", "--config", str(record)]
+def ask(*arguments: str, timeout_s: float = CHECK_S) -> Any:
+    """The JSON that a command of another component (`python -m ARGUMENTS`) prints.
+
+    Raises:
+        RemoteInputError: the sentence that it refuses with.
+    """
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", *arguments],
         capture_output=True,
         text=True,
-        timeout=CHECK_S,
+        timeout=timeout_s,
         check=False,
         env=service_environment(),
     )
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"{package} check says nothing"]
+        said = done.stderr.strip().splitlines() or [f"{' '.join(arguments[:2])} says nothing"]
         raise RemoteInputError(said[-1].removeprefix("error: "))
     return json.loads(done.stdout)
 

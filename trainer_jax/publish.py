@@ -2,6 +2,8 @@
 
 Owns the background thread that exports BF16 safetensors and hands them to the weight service, and
 the rule that versions only grow. Must not know formats: the service converts.
+
+Of several trainer processes each writes its own parts of the export; the leader hands it over.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from contracts.credentials import Credentials
 from contracts.errors import RetryError
 from contracts.rpc import DEADLINE_S
+from trainer_jax.cluster import Cluster
 from trainer_jax.hf import save_checkpoint
 from trainer_jax.models.config import ModelConfig
+from trainer_jax.parts import own_parts
 from weight_sync import client
 
 log = logging.getLogger(__name__)
@@ -34,20 +36,16 @@ def latest_version(address: str, credentials: Credentials) -> int:
 
 
 class _Item:
-    """A version on its way: parameters that become a host copy once, in whichever thread asks."""
+    """A version on its way: parts that become host copies once, in whichever thread asks."""
 
     def __init__(self, version: int, params: Any) -> None:
         self.version = version
-        self._params = params
-        self._copied = False
-        self._lock = threading.Lock()
+        self.parts = own_parts(params)
 
-    def on_host(self) -> Any:
+    def detach(self) -> None:
         """Waits for the update that makes them."""
-        with self._lock:
-            if not self._copied:
-                self._params, self._copied = jax.device_get(self._params), True
-            return self._params
+        for part in self.parts:
+            part.on_host()
 
 
 class Publisher:
@@ -65,8 +63,13 @@ class Publisher:
         config: ModelConfig,
         source: Path,
         scratch: Path,
+        cluster: Cluster | None = None,
     ) -> None:
-        """`source`: the directory whose tokenizer files travel along; `scratch`: for exports."""
+        """`source`: the directory whose tokenizer files travel along; `scratch`: for exports.
+
+        All processes of a cluster have the same `scratch`, and submit the same versions.
+        """
+        self._cluster = cluster or Cluster.alone()
         self._address, self._credentials = address, credentials
         self._config, self._source, self._scratch = config, source, scratch
         self._condition = threading.Condition()
@@ -83,6 +86,8 @@ class Publisher:
         """Queues `params`, which may still be computing. Call `detach` before donating them."""
         self._raise()
         with self._condition:
+            if self._cluster.size > 1:  # what one process skips the others would wait for
+                self._condition.wait_for(lambda: self._error or not self._waiting)
             self._waiting = _Item(version, params)
             self._condition.notify_all()
 
@@ -91,7 +96,7 @@ class Publisher:
         with self._condition:
             items = [item for item in (self._current, self._waiting) if item]
         for item in items:
-            item.on_host()
+            item.detach()
 
     def wait(self, poll: Callable[[], None]) -> None:
         """Returns when everything submitted is published. `poll` runs meanwhile, and may raise."""
@@ -126,16 +131,23 @@ class Publisher:
             try:
                 self._publish(self._current)
             except Exception as error:
+                self._cluster.fail(f"version {self._current.version} was not published: {error!r}")
                 with self._condition:
                     self._error, self._current = error, None
                     self._condition.notify_all()
                 return
 
     def _publish(self, item: _Item) -> None:
-        params = item.on_host()
+        for part in item.parts[:1]:
+            part.on_host()  # the update has ended
         start = time.monotonic()
         directory = self._scratch / f"version-{item.version}"
-        save_checkpoint(directory, self._config, params, copy_from=self._source)
+        save_checkpoint(
+            directory, self._config, item.parts, copy_from=self._source, cluster=self._cluster
+        )
+        if not self._cluster.is_leader:
+            self.published = item.version
+            return
         try:
             while not self._stopped.is_set():
                 try:

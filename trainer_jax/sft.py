@@ -27,8 +27,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from contracts.errors import BadInputError
 from contracts.runfile import Section
 from trainer_jax.hf import load_checkpoint, save_checkpoint
-from trainer_jax.models.config import ModelConfig
-from trainer_jax.models.qwen3_moe import ComputeConfig, head_weight, hidden_states, init_params
+from trainer_jax.models.config import ComputeConfig, ModelConfig
+from trainer_jax.models.decoder import head_weight, hidden_states
+from trainer_jax.models.parameters import decays, init_params
 
 
 class SftConfig(Section):
@@ -204,7 +205,7 @@ def run_sft(config: SftConfig) -> dict[str, float]:
     )
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, b2=0.98, weight_decay=config.weight_decay),
+        optax.adamw(schedule, b2=0.98, weight_decay=config.weight_decay, mask=decays),
     )
     step = make_sft_step(model, optimizer, ComputeConfig())
     opt_state = jax.jit(optimizer.init)(params)

@@ -15,10 +15,11 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -27,9 +28,11 @@ from trainer_jax import loss_metrics
 from trainer_jax.batch import Batch, TokenBucket
 from trainer_jax.head import CandidateLogits, Part, candidate_logits, token_sum
 from trainer_jax.loss import LogBand, LossConfig, SamplerRecord, position_of, token_objective
-from trainer_jax.mesh import batch_sharding, by_data_shard, param_shardings
+from trainer_jax.mesh import BATCH_AXES, batch_sharding, by_data_shard, param_shardings, place
 from trainer_jax.models.config import ComputeConfig, ModelConfig
-from trainer_jax.models.qwen3_moe import Params, head_weight, hidden_states, init_params
+from trainer_jax.models.decoder import head_weight, hidden_states
+from trainer_jax.models.dispatch import expert_ffn
+from trainer_jax.models.parameters import FLOAT32, Params, init_params
 
 EXACT = ComputeConfig()
 
@@ -57,8 +60,8 @@ class _Token(NamedTuple):
 class _Scalars(NamedTuple):
     """What differs between updates, as arrays, so that nothing recompiles."""
 
-    version: jax.Array  # int32, the trainer's
-    denominator: jax.Array  # float32
+    version: Any  # int32, the trainer's
+    denominator: Any  # float32
 
 
 class PendingMetrics:
@@ -92,18 +95,29 @@ class Update:
     """`update(state, batches, version=v) -> (state, metrics)`; see `make_update`."""
 
     def __init__(
-        self, objective, loss: LossConfig, optimizer, mesh: Mesh, group_names, shapes: Params
+        self,
+        objective,
+        loss: LossConfig,
+        optimizer,
+        mesh: Mesh,
+        group_names,
+        shapes: Params,
+        masters: str,
     ) -> None:
         self._objective = objective
         self._loss = loss
         self._optimizer = optimizer
         self._mesh = mesh
         self._group_names = group_names
+        self._dtypes = jax.tree_util.tree_map_with_path(
+            lambda path, _: jnp.float32 if path[-1].key in FLOAT32 else jnp.dtype(masters), shapes
+        )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._shardings = param_shardings(mesh, shapes)
         self._state_shardings = self._shardings_of_state(shapes)
         self._zeros = jax.jit(
-            lambda params: jax.tree.map(jnp.zeros_like, params), out_shardings=self._shardings
+            lambda params: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params),
+            out_shardings=self._shardings,
         )
         self._accumulate = jax.jit(
             self._accumulate_one,
@@ -125,11 +139,11 @@ class Update:
         """The state before the first update, placed on the mesh."""
 
         def fresh(params: Params) -> TrainState:
-            opt_state = self._optimizer.init(params)
+            opt_state = self._optimizer.init(_in_float32(params))
+            params = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, self._dtypes)
             return TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
 
-        # the state is donated to every update, so it must not share memory with the caller's arrays
-        placed = jax.device_put(params, self._shardings, may_alias=False)
+        placed = place(params, self._shardings)
         return jax.jit(fresh, out_shardings=self._state_shardings)(placed)
 
     def _shardings_of_state(self, shapes: Params) -> Any:
@@ -149,13 +163,14 @@ class Update:
             return -value, aux
 
         (value, new_sums), new_grads = jax.value_and_grad(cost, has_aux=True)(params)
-        grads = jax.tree.map(jnp.add, grads, new_grads)
+        grads = jax.tree.map(jnp.add, grads, _in_float32(new_grads))
         return grads, loss_metrics.merge(sums, new_sums), -value
 
     def _apply_grads(self, state: TrainState, grads: Params):
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
-            updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
+            params = _in_float32(state.params)
+            updates, opt_state = self._optimizer.update(grads, state.opt_state, params)
+        params = round_at_random(optax.apply_updates(params, updates), self._dtypes, state.step)
         norms = {"grad_norm": optax.tree.norm(grads), "update_norm": optax.tree.norm(updates)}
         return TrainState(params=params, opt_state=opt_state, step=state.step + 1), norms
 
@@ -177,11 +192,12 @@ class Update:
         denominator = self._denominator(batches)
         grads = self._zeros(state.params)
         # placed like what comes back, or the second micro-batch would compile anew
-        sums = jax.device_put(loss_metrics.no_sums(len(self._group_names)), self._replicated)
-        scalars = _Scalars(jnp.int32(version), jnp.float32(denominator))
+        no_sums = loss_metrics.no_sums(len(self._group_names))
+        sums = place(no_sums, jax.tree.map(lambda _: self._replicated, no_sums))
+        scalars = _Scalars(np.int32(version), np.float32(denominator))
         values = []
         for batch in batches:
-            placed = jax.device_put(batch, batch_placement(self._mesh, batch))
+            placed = place(batch, batch_placement(self._mesh, batch))
             grads, sums, value = self._accumulate(state.params, grads, sums, placed, scalars)
             values.append(value)
         state, norms = self._apply(state, grads)
@@ -199,7 +215,31 @@ class Update:
         return num_tokens
 
 
-def make_update(
+def _in_float32(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+def round_at_random(tree: Any, dtypes: Any, step: jax.Array) -> Any:
+    """Float32 leaves in the dtypes given: bfloat16 up or down, each with the probability that makes
+    the mean right. The same step gives the same random numbers.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), step), len(leaves))
+    rounded = [
+        _round_at_random(leaf, key) if dtype == jnp.bfloat16 else leaf
+        for leaf, dtype, key in zip(leaves, jax.tree.leaves(dtypes), keys, strict=True)
+    ]
+    return jax.tree.unflatten(structure, rounded)
+
+
+def _round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
+    moved = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), moved, x).astype(jnp.bfloat16)
+
+
+def make_update(  # noqa: PLR0913
     config: ModelConfig,
     loss: LossConfig,
     optimizer: optax.GradientTransformation,
@@ -209,6 +249,7 @@ def make_update(
     temperature: float = 1.0,
     compute: ComputeConfig = EXACT,
     freeze_router: bool = False,
+    masters: Literal["float32", "bfloat16"] = "float32",
 ) -> Update:
     """The update function of a run.
 
@@ -217,6 +258,8 @@ def make_update(
         group_names: sampler groups in the order of `RecordRules.group_names`.
         temperature: of sampling; the policy that is trained is the one at this temperature.
         freeze_router: keep the router's weights as they are.
+        masters: what parameters are kept in; bfloat16 is rounded at random. Moments and gradients
+            are float32.
 
     Raises:
         BadInputError: a band for a group that does not exist.
@@ -234,7 +277,7 @@ def make_update(
     if freeze_router:
         optimizer = with_frozen_router(optimizer)
     shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
-    return Update(objective, loss, optimizer, mesh, tuple(group_names), shapes)
+    return Update(objective, loss, optimizer, mesh, tuple(group_names), shapes, masters)
 
 
 def batch_objective(  # noqa: PLR0913  (bound once, in make_update)
@@ -250,8 +293,11 @@ def batch_objective(  # noqa: PLR0913  (bound once, in make_update)
     compute: ComputeConfig,
 ) -> tuple[jax.Array, loss_metrics.Sums]:
     """The surrogate of one micro-batch over the update's denominator, and the metrics' sums."""
+    ffn = None
+    if mesh.shape["data"] < mesh.size:
+        ffn = expert_ffn(mesh, BATCH_AXES, impl=compute.ffn, dispatch=compute.dispatch)
     model = by_data_shard(
-        lambda params, *rows: hidden_states(params, config, *rows, compute=compute), mesh
+        lambda params, *rows: hidden_states(params, config, *rows, compute=compute, ffn=ffn), mesh
     )
     hidden_BxRxD = model(params, batch.tokens_BxR, batch.positions_BxR, batch.segments_BxR)
     S = batch.buckets[0].mask_SxN.shape[0]

@@ -149,6 +149,11 @@ def is_training(group: Mapping[str, Any]) -> bool:
     return group.get("purpose", "train") == "train"
 
 
+def training_groups(sections: Mapping[str, Any]) -> list[str]:
+    """Names of the groups that serve training episodes, as the run file has them."""
+    return [group["name"] for group in sections["fleet"]["groups"] if is_training(group)]
+
+
 def _part(records: Sequence[Record], start: float, end: float) -> Sequence[Record]:
     first, last = int(len(records) * start), int(np.ceil(len(records) * end))
     return records[first:last]

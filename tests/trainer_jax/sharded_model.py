@@ -31,7 +31,7 @@ def run(params, tokens_BxT, segments_BxT, ffn: str):
     """Log-probs of the next tokens, and the gradient of their sum of squares."""
 
     def objective(params):
-        positions_BxT = jnp.tile(jnp.arange(tokens_BxT.shape[1], dtype=jnp.int32), (4, 1))
+        positions_BxT = jnp.tile(jnp.arange(tokens_BxT.shape[1], dtype=jnp.int32), (8, 1))
         hidden_BxTxD = hidden_states(
             params, CONFIG, tokens_BxT, positions_BxT, segments_BxT, compute=ComputeConfig(ffn=ffn)
         )
@@ -59,8 +59,8 @@ def refuses_what_does_not_divide() -> str:
 def main() -> None:
     assert jax.device_count() == 8
     rng = np.random.default_rng(0)
-    tokens_BxT = rng.integers(0, CONFIG.vocab_size, (4, 24), np.int32)
-    segments_BxT = np.repeat(np.array([[1, 2]], np.int32), 12, axis=1).repeat(4, axis=0)
+    tokens_BxT = rng.integers(0, CONFIG.vocab_size, (8, 24), np.int32)
+    segments_BxT = np.repeat(np.array([[1, 2]], np.int32), 12, axis=1).repeat(8, axis=0)
     params = init_params(CONFIG, jax.random.key(0))
     want_logp, want_grads = jax.jit(run, static_argnums=3)(params, tokens_BxT, segments_BxT, "auto")
     devices = []

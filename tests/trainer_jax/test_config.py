@@ -1,7 +1,9 @@
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -213,6 +215,14 @@ def test_a_run_may_begin_without_samplers_if_they_are_scaled(run_file):
         ),
         ([*NONE_AT_FIRST], "purpose train .*found groups without samplers"),
         (
+            [
+                *("train.micro_rows=3", "mesh.fsdp=2"),
+                *("cluster.processes=2", "cluster.coordinator='a:1'"),
+            ],
+            r"train\.micro_rows: expected a multiple of mesh\.data \* .*, 2, found 3",
+        ),
+        (["cluster.processes=2"], "cluster: .*coordinator"),
+        (
             ['fleet.groups=[{name = "a", weight_format = "bf16", provider = "modal"}]'],
             r"group a, provider: expected local, or run\.gateway .*found modal",
         ),
@@ -232,6 +242,23 @@ def test_a_tokenizer_beyond_the_vocabulary_is_refused(run_file):
     words = {"model": {"vocab": {"a": 0, "b": MODEL.vocab_size}}}
     (run_file.with_name("model") / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(BadInputError, match=r"below the model's vocab_size \(64\), found 64"):
+        check_others(load_run(run_file))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_weight_decay_leaves_norms_alone(name):
+    params = {"norm": jnp.full(3, 0.5), "layers": {"q": jnp.ones((1, 2, 3))}}
+    rule = OptimizerSection(name=name, lr=1.0, weight_decay=0.1).build()
+    updates: Any = rule.update(jax.tree.map(jnp.zeros_like, params), rule.init(params), params)[0]
+    np.testing.assert_array_equal(updates["norm"], 0)
+    np.testing.assert_allclose(updates["layers"]["q"], -0.1)
+
+
+def test_a_model_that_embedded_samplers_do_not_compute_is_refused(run_file):
+    path = run_file.with_name("model") / "config.json"
+    dense = {"model_type": "qwen3", "intermediate_size": 32}
+    path.write_text(json.dumps(json.loads(path.read_text()) | dense))
+    with pytest.raises(BadInputError, match=r"engine: expected sglang for a qwen3 .*found emb"):
         check_others(load_run(run_file))
 
 
@@ -366,6 +393,18 @@ def test_optimizers_clip_warm_up_and_descend(name):
     np.testing.assert_allclose(sizes[1], sizes[2], rtol=1e-3)
     assert sizes[2] <= 0.1 + 1e-6
     assert float(params["w"][0]) < 1.0
+
+
+def test_learning_rates_fall_where_they_should():
+    common = {"lr": 0.1, "warmup": 1, "decay": 4, "final_lr": 0.02}
+    for name, middle in (("linear", 0.06), ("cosine", 0.06)):
+        rate = OptimizerSection(schedule=name, **common).learning_rate()
+        found = [float(rate(step)) for step in (0, 1, 3, 5, 50)]
+        np.testing.assert_allclose(found, [0.05, 0.1, middle, 0.02, 0.02], rtol=1e-6)
+    with pytest.raises(ValueError, match="decay in updates"):
+        OptimizerSection(schedule="cosine")
+    with pytest.raises(ValueError, match="final_lr"):
+        OptimizerSection(schedule="linear", decay=5, lr=0.1, final_lr=0.2)
 
 
 def test_a_section_cannot_change():

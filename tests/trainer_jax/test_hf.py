@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import pytest
 import safetensors.numpy
 
 from contracts.errors import BadInputError
+from contracts.files import lock
 from trainer_jax.hf import load_checkpoint, save_checkpoint
 from trainer_jax.models.config import ModelConfig
-from trainer_jax.models.qwen3_moe import nest, parameter_shapes
+from trainer_jax.models.parameters import nest, parameter_shapes
 
 CONFIG = ModelConfig(
     vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
@@ -137,7 +139,7 @@ def edit_config(directory: Path, **keys) -> None:
 NORM = "model.layers.1.input_layernorm.weight"
 DOWN = "model.layers.0.mlp.experts.2.down_proj.weight"
 BROKEN = {
-    "architecture": (lambda d: edit_config(d, model_type="llama"), "qwen3_moe, found llama"),
+    "architecture": (lambda d: edit_config(d, model_type="llama"), "qwen3_5_moe_text, found llama"),
     "sliding window": (lambda d: edit_config(d, use_sliding_window=True), "use_sliding_window"),
     "stretched rope": (lambda d: edit_config(d, rope_scaling={"rope_type": "yarn"}), "yarn"),
     "no config": (lambda d: (d / "config.json").unlink(), "a directory with config.json"),
@@ -212,24 +214,49 @@ def test_a_tied_model_may_repeat_its_embedding_but_not_differ(tmp_path):
         load_checkpoint(directory)
 
 
-class FullDisk:
-    """A parameter whose values can't be had."""
+def fill_the_disk(monkeypatch, *, after: int) -> None:
+    """There is room for this many files."""
+    left = [after]
 
-    def __getitem__(self, _):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def allocate(*_: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
 
 
 @pytest.mark.parametrize("existing", [True, False], ids=["replacing", "new"])
-def test_a_failed_save_leaves_everything_as_it_was(tmp_path, existing):
+def test_a_failed_save_leaves_everything_as_it_was(tmp_path, existing, monkeypatch):
     target = tmp_path / "model"
     if existing:
         save_checkpoint(target, CONFIG, random_params(seed=1))
     before = contents(target) if existing else None
-    broken = random_params(seed=2) | {"head": FullDisk()}
+    fill_the_disk(monkeypatch, after=2)
     with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(target, CONFIG, broken, max_shard_bytes=2000)
+        save_checkpoint(target, CONFIG, random_params(seed=2), max_shard_bytes=2000)
     assert [path.name for path in tmp_path.iterdir()] == (["model"] if existing else [])
     assert (contents(target) if target.exists() else None) == before
+
+
+@pytest.mark.parametrize("moment", ["writing", "between the renames"])
+def test_what_a_killed_save_left_is_cleared_away(tmp_path, moment):
+    target, staging = tmp_path / "model", tmp_path / ".model.staging"
+    save_checkpoint(target, CONFIG, random_params(seed=1))
+    (staging / "fresh").mkdir(parents=True)
+    (staging / "fresh" / "model.safetensors").write_bytes(b"half")
+    if moment == "between the renames":
+        target.rename(staging / "old")
+    save_checkpoint(target, CONFIG, random_params(seed=2), dtype="float32")
+    assert_equal_trees(load_checkpoint(target)[1], random_params(seed=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_one_process_at_a_time_writes_a_directory(tmp_path):
+    staging = tmp_path / ".model.staging"
+    staging.mkdir()
+    with lock(staging / "lock", wait_s=0), pytest.raises(BadInputError, match="another one"):
+        save_checkpoint(tmp_path / "model", CONFIG, random_params())
 
 
 def test_a_save_replaces_the_whole_directory(tmp_path):

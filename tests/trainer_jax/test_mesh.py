@@ -12,23 +12,35 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from contracts.errors import BadInputError
+from tests.trainer_jax import sharded_parts
 from trainer_jax.mesh import AXES, batch_sharding, make_mesh, parameter_spec
 from trainer_jax.models.qwen3_moe import PARAMETERS
 
 
-@pytest.mark.slow
-def test_eight_devices_compute_what_one_does():
-    """Log-probs and gradients on two meshes; then a dimension that a mesh does not divide."""
+def on_eight_devices(module: str, *arguments: str) -> str:
+    """What a module prints that runs with eight virtual devices."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.trainer_jax.sharded_model"],
+        [sys.executable, "-m", module, *arguments],
         env={**os.environ, "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_exports_are_written_part_by_part():
+    said = on_eight_devices("pytest", "-p", "no:cacheprovider", sharded_parts.__file__)
+    assert said.count(".") >= 13, said
+
+
+@pytest.mark.slow
+def test_eight_devices_compute_what_one_does():
+    """Log-probs and gradients on two meshes; then a dimension that a mesh does not divide."""
+    found = json.loads(on_eight_devices("tests.trainer_jax.sharded_model"))
     assert found["gate_parts"] == [4, 8]  # split over fsdp x tensor, fsdp x expert
     assert found["refusal"] == (
         "mesh axis tensor for parameter embed (60, 16): expected a divisor of 60, found 8"
@@ -39,7 +51,7 @@ def test_axes_left_out_have_size_one():
     mesh = make_mesh({})
     assert dict(mesh.shape) == dict.fromkeys(AXES, 1)
     assert set(mesh.axis_types) == {AxisType.Auto}
-    assert batch_sharding(mesh).spec == PartitionSpec(("data", "fsdp"))
+    assert batch_sharding(mesh).spec == PartitionSpec(("data", "fsdp", "expert"))
 
 
 @pytest.mark.parametrize(

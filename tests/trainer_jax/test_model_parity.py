@@ -1,4 +1,4 @@
-"""The model against transformers' Qwen3-MoE, and what must not depend on how rows are laid out."""
+"""The decoder against transformers' models, and what must not depend on how rows are laid out."""
 
 from __future__ import annotations
 
@@ -15,22 +15,34 @@ import transformers
 from flax import nnx
 
 from trainer_jax.hf import load_checkpoint, save_checkpoint
-from trainer_jax.models.config import ComputeConfig, ModelConfig
-from trainer_jax.models.qwen3_moe import (
-    Params,
-    Qwen3Moe,
-    head_weight,
-    hidden_states,
-    init_params,
-)
+from trainer_jax.models.config import ATTENTION, DELTANET, ComputeConfig, ModelConfig
+from trainer_jax.models.decoder import Decoder, head_weight, hidden_states, through_layers
+from trainer_jax.models.parameters import Params, decays, init_params
 
 BASE = ModelConfig(
     vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
     moe_intermediate_size=24, initializer_range=0.15,
 )  # fmt: skip
+DENSE = ModelConfig(
+    model_type="qwen3", vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, intermediate_size=48, initializer_range=0.15,
+)  # fmt: skip
+# wider matrices make log-probs move by more than 1e-5 when an embedding moves by one ulp
+HYBRID = replace(
+    BASE, model_type="qwen3_5_moe", head_dim=16, partial_rotary_factor=0.25,
+    num_hidden_layers=4, layer_types=(DELTANET, ATTENTION) * 2,
+    shared_expert_intermediate_size=20, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=8, linear_value_head_dim=12, linear_conv_kernel_dim=4,
+    initializer_range=0.05,
+)  # fmt: skip
 PLAIN = ComputeConfig()
-# seed -> config, tokens of a row (129 is one more than a chunk of attention)
+PEERS = {
+    "qwen3": transformers.Qwen3ForCausalLM,
+    "qwen3_moe": transformers.Qwen3MoeForCausalLM,
+    "qwen3_5_moe": transformers.Qwen3_5MoeForCausalLM,
+}
+# seed -> config, tokens of a row: one more than a chunk of attention, no multiples of DeltaNet's
 CASES = {
     0: (BASE, 37),
     1: (replace(BASE, tie_word_embeddings=True, norm_topk_prob=False, num_key_value_heads=1), 129),
@@ -41,16 +53,31 @@ CASES = {
         ),
         50,
     ),
+    3: (DENSE, 70),
+    4: (replace(DENSE, tie_word_embeddings=True, rope_theta=1e4, num_key_value_heads=4), 33),
+    5: (HYBRID, 150),
+    6: (  # a run of DeltaNet layers; one key head for every value head; rematerialized
+        replace(
+            HYBRID, num_hidden_layers=3, layer_types=(DELTANET, DELTANET, ATTENTION),
+            linear_num_key_heads=3, linear_num_value_heads=3, linear_conv_kernel_dim=3,
+            tie_word_embeddings=True, num_key_value_heads=1, partial_rotary_factor=0.5,
+        ),
+        77,
+    ),
 }  # fmt: skip
 
 
 def random_params(config: ModelConfig, seed: int) -> Params:
-    """As initialized, but with norms that are not 1."""
+    """As initialized, but nothing that one start value is neutral for."""
     params = init_params(config, jax.random.key(seed))
     rng = np.random.default_rng(seed)
 
     def shake(path, leaf):
-        if not path[-1].key.endswith("norm"):
+        if path[-1].key == "a_log":
+            # strong decays are in test_deltanet: with them the gradients of transformers are
+            # wrong by 1e-2 of float64's, because it subtracts long sums of their logarithms
+            return jnp.asarray(rng.uniform(-3, 0, leaf.shape), jnp.float32)
+        if not path[-1].key.endswith(("norm", "dt_bias")):
             return leaf
         return leaf + jnp.asarray(rng.normal(0, 0.3, leaf.shape), jnp.float32)
 
@@ -72,7 +99,10 @@ def logp_of(params, config, tokens_BxT, positions_BxT=None, segments_BxT=None, c
     hidden_BxTxD = hidden_states(
         params, config, tokens_BxT, positions_BxT, segments_BxT, compute=compute
     )
-    logits_BxTxV = jnp.einsum("btd,vd->btv", hidden_BxTxD, head_weight(params, compute=compute))
+    head_VxD = head_weight(params, compute=compute)
+    logits_BxTxV = jnp.einsum(
+        "btd,vd->btv", hidden_BxTxD, head_VxD, preferred_element_type=jnp.float32
+    )
     return jax.nn.log_softmax(logits_BxTxV, axis=-1)
 
 
@@ -85,8 +115,10 @@ def test_log_probs_and_gradients_equal_transformers(seed, tmp_path):
     weight_BxTxV = np.random.default_rng(seed).normal(size=(*tokens_BxT.shape, config.vocab_size))
     weight_BxTxV = weight_BxTxV.astype(np.float32) / tokens_BxT.size
 
+    compute = ComputeConfig(remat=seed == 6)
+
     def objective(params):
-        logp_BxTxV = logp_of(params, config, tokens_BxT)
+        logp_BxTxV = logp_of(params, config, tokens_BxT, compute=compute)
         return (logp_BxTxV * weight_BxTxV).sum(), logp_BxTxV
 
     (_, logp_BxTxV), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(params)
@@ -95,7 +127,7 @@ def test_log_probs_and_gradients_equal_transformers(seed, tmp_path):
     peer = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", dtype=torch.float32
     )
-    assert isinstance(peer, transformers.Qwen3MoeForCausalLM)
+    assert type(peer) is PEERS[config.model_type]
     peer_logits = peer(torch.from_numpy(tokens_BxT).long(), use_cache=False).logits
     peer_logp_BxTxV = peer_logits.log_softmax(dim=-1)
     (peer_logp_BxTxV * torch.from_numpy(weight_BxTxV)).sum().backward()
@@ -107,6 +139,7 @@ def test_log_probs_and_gradients_equal_transformers(seed, tmp_path):
     peer_grads = {name: parameter.grad for name, parameter in peer.named_parameters()}
     assert set(named) == set(peer_grads)
     for name, peer_grad in peer_grads.items():
+        assert peer_grad is not None, name
         want = peer_grad.numpy()
         assert np.abs(want).max() > 0, name
         np.testing.assert_allclose(
@@ -114,24 +147,86 @@ def test_log_probs_and_gradients_equal_transformers(seed, tmp_path):
         )
 
 
-def test_packed_rows_equal_separate_rows():
-    params = random_params(BASE, 3)
-    lengths = (60, 131, 7)
-    rows = [random_tokens(BASE, length, length) for length in lengths]
+# lengths of the segments of a packed row; those of DeltaNet end inside chunks, some of them
+# shorter than its convolution, one longer than two chunks
+PACKED = {"qwen3_moe": (BASE, (60, 131, 7)), "qwen3_5_moe": (HYBRID, (40, 1, 2, 3, 18, 150, 30))}
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_rows_equal_separate_rows(family):
+    config, lengths = PACKED[family]
+    params = random_params(config, 3)
+    rows = [random_tokens(config, length, length) for length in lengths]
     padding = 22
     packed = {
         "tokens_BxT": np.concatenate([*rows, np.zeros(padding, np.int32)]),
         "positions_BxT": np.concatenate([*map(np.arange, lengths), np.zeros(padding, int)]),
-        "segments_BxT": np.repeat([1, 2, 3, 0], [*lengths, padding]),
+        "segments_BxT": np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, padding]),
     }
     packed = {name: value.astype(np.int32)[None] for name, value in packed.items()}
-    logp_TxV = np.asarray(logp_of(params, BASE, **packed))[0]
+    logp_TxV = np.asarray(logp_of(params, config, **packed))[0]
     assert np.isfinite(logp_TxV).all()
-    start = 0
+    # one compiled shape for all: what fills a row behind a segment can't reach it
+    longest, start = max(lengths), 0
     for row in rows:
-        want_TxV = logp_of(params, BASE, row[None])[0]
-        np.testing.assert_allclose(logp_TxV[start : start + len(row)], want_TxV, atol=1e-5, rtol=0)
+        tokens_T = np.concatenate([row, np.zeros(longest - len(row), np.int32)])
+        want_TxV = logp_of(params, config, tokens_T[None])[0]
+        got_TxV = logp_TxV[start : start + len(row)]
+        np.testing.assert_allclose(got_TxV, want_TxV[: len(row)], atol=1e-5, rtol=0)
         start += len(row)
+
+
+@pytest.mark.parametrize("config", [DENSE, HYBRID], ids=["qwen3", "qwen3_5_moe"])
+def test_bfloat16_stays_in_its_band(config, tmp_path):
+    """Differences from float32, with the same rounded weights: as transformers', or smaller."""
+    save_checkpoint(tmp_path / "model", config, random_params(config, 8))
+    _, params = load_checkpoint(tmp_path / "model")
+    tokens_BxT = random_tokens(config, 8, 2, 70)
+    exact = np.asarray(logp_of(params, config, tokens_BxT))
+    ours = logp_of(params, config, tokens_BxT, compute=ComputeConfig(dtype="bfloat16"))
+    peer = PEERS[config.model_type].from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    with torch.no_grad():
+        peer_logits = peer(torch.from_numpy(tokens_BxT).long(), use_cache=False).logits
+    error = np.abs(np.asarray(ours) - exact)
+    peer_error = np.abs(peer_logits.float().log_softmax(dim=-1).numpy() - exact)
+    assert 1e-3 < error.mean() < 0.01 and error.max() < 0.15
+    assert error.mean() < 1.2 * peer_error.mean()
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a", "aaaa", "d", "ddda" * 3, "dddaddda" + "dd", "adda", "dad"]
+)
+def test_any_pattern_of_layers_is_gone_through_in_order(pattern):
+    """Each layer does something to x that no other order of layers would do."""
+    stacks = [{"a": "layers", "d": "delta_layers"}[letter] for letter in pattern]
+    numbers = np.arange(1.0, len(stacks) + 1)
+    params = {
+        stack: {"w": jnp.asarray([n for n, s in zip(numbers, stacks, strict=True) if s == stack])}
+        for stack in dict.fromkeys(stacks)
+    }
+
+    def block(stack, x, layer):
+        return (x * 3 + layer["w"]) % 997 + (1.0 if stack == "layers" else 0.0)
+
+    want = jnp.zeros(())
+    for number, stack in zip(numbers, stacks, strict=True):
+        want = block(stack, want, {"w": jnp.asarray(number, jnp.float32)})
+    assert through_layers(block, stacks, jnp.zeros(()), params) == want
+
+
+def test_weight_decay_is_for_matrices():
+    decay = decays(init_params(HYBRID, jax.random.key(0)))
+    kept = {
+        "norm", "attention_norm", "delta_norm", "ffn_norm", "q_norm", "k_norm", "out_norm",
+        "a_log", "dt_bias",
+    }  # fmt: skip
+    found = {
+        path[-1].key
+        for path, is_decayed in jax.tree_util.tree_leaves_with_path(decay)
+        if not is_decayed
+    }
+    assert found == kept
+    assert all(jax.tree.leaves(decay["delta_layers"]["qkv"]))
 
 
 @pytest.mark.parametrize("ffn", ["blocks", "dense"])
@@ -176,7 +271,7 @@ def test_rounded_weights_are_those_of_the_published_checkpoint(tmp_path):
 
 
 def test_the_nnx_module_computes_what_the_functions_do():
-    module = Qwen3Moe(BASE, rngs=nnx.Rngs(3))
+    module = Decoder(BASE, rngs=nnx.Rngs(3))
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))["params"]
     tokens_BxT = random_tokens(BASE, 3, 2, 11)
     logp = jax.nn.log_softmax(module(jnp.asarray(tokens_BxT)), axis=-1)

@@ -25,7 +25,7 @@ from trainer_jax.mesh import make_mesh
 from trainer_jax.models.config import ModelConfig
 from trainer_jax.models.qwen3_moe import head_weight, hidden_states, init_params
 from trainer_jax.records import RecordRules
-from trainer_jax.step import make_update
+from trainer_jax.step import EXACT, make_update, round_at_random
 
 NAMES = ("bf16", "fp8")
 CONFIG = ModelConfig(
@@ -46,11 +46,15 @@ def batches_of(groups, loss, *, rows=2, row_tokens=64, num_shards=1):
     )  # fmt: skip
 
 
-def run(groups, loss, *, shape=None, optimizer=None, params=PARAMS, freeze_router=False, **packing):
+def run(
+    groups, loss, *, shape=None, optimizer=None, params=PARAMS, freeze_router=False,
+    masters="float32", compute=EXACT, **packing,
+):  # fmt: skip
     """One SGD step of size 1: the gradient is the difference of the parameters."""
     update = make_update(
         CONFIG, loss, optimizer or optax.sgd(1.0), make_mesh(shape or {}), group_names=NAMES,
-        temperature=TEMPERATURE, freeze_router=freeze_router,
+        temperature=TEMPERATURE, freeze_router=freeze_router, masters=masters,
+        compute=compute,
     )  # fmt: skip
     batches = batches_of(groups, loss, num_shards=update.num_shards, **packing)
     state, pending = update(update.init(params), batches, version=4)
@@ -328,6 +332,35 @@ def test_frozen_router():
     assert_same(frozen["layers"]["q"], free["layers"]["q"])
 
 
+def test_bfloat16_masters_move_as_float32_ones_on_average():
+    """Steps of a thousandth of a unit in the last place, which rounding to nearest would lose."""
+    x = jnp.full((200_000,), 1.0 + 2.0**-18, jnp.float32)
+    rounded = round_at_random({"w": x}, {"w": jnp.dtype("bfloat16")}, jnp.int32(3))["w"]
+    assert rounded.dtype == jnp.bfloat16
+    assert set(np.unique(np.asarray(rounded, np.float32))) == {1.0, 1.0 + 2.0**-7}
+    share_up = (rounded > 1).astype(jnp.float32).mean()
+    assert abs(share_up - 2.0**-11) < 4 * np.sqrt(2.0**-11 / len(x))
+    again = round_at_random({"w": x}, {"w": jnp.dtype("bfloat16")}, jnp.int32(3))["w"]
+    other = round_at_random({"w": x}, {"w": jnp.dtype("bfloat16")}, jnp.int32(4))["w"]
+    assert_same(rounded, again)
+    assert (rounded != other).any()
+    odd = jnp.array([np.inf, -np.inf, np.nan, 0.0, -1.5], jnp.float32)
+    same = round_at_random({"w": odd}, {"w": jnp.dtype("bfloat16")}, jnp.int32(0))["w"]
+    np.testing.assert_array_equal(np.asarray(same, np.float32), odd)
+
+
+def test_an_update_of_bfloat16_masters():
+    groups, optimizer = random_groups(), optax.sgd(1e-2)
+    wide = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), PARAMS)
+    exact, of_exact = run(groups, LossConfig(), optimizer=optimizer, params=wide)
+    found, of_found = run(
+        groups, LossConfig(), optimizer=optimizer, params=wide, masters="bfloat16"
+    )
+    assert of_found["grad_norm"] == pytest.approx(of_exact["grad_norm"], rel=1e-3)
+    for ours, theirs, start in zip(*map(jax.tree.leaves, (found, exact, wide)), strict=True):
+        assert (np.abs(ours - theirs) <= 2.0**-7 * np.abs(np.asarray(start) + theirs)).all()
+
+
 def test_refusals():
     update = make_update(CONFIG, LossConfig(), optax.sgd(1.0), make_mesh({}), group_names=NAMES)
     with pytest.raises(BadInputError, match="trained token"):
@@ -357,4 +390,4 @@ def test_eight_devices_make_the_same_update():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == {"meshes": 3}
+    assert json.loads(done.stdout) == {"meshes": 6}

@@ -4,7 +4,7 @@ Owns the mask (same segment, not later) and how the work is cut: query chunk by 
 running softmax, forward and backward, so that no [T, T] array exists and pairs of chunks that the
 mask rules out are never computed. Must not hold parameters.
 
-Shape letters as in `qwen3_moe`; C tokens of a chunk, n chunks, Q = R * C queries of a chunk that
+Shape letters as in `decoder`; C tokens of a chunk, n chunks, Q = R * C queries of a chunk that
 share a key-value head.
 """
 

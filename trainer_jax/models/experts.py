@@ -1,7 +1,7 @@
 """Routing and the experts' feed-forward network, dropless.
 
 Owns the seam `grouped_ffn` and its implementations. Must not hold parameters. Shape letters as in
-`qwen3_moe`; M = N * X assignments of a token to an expert, K tokens of a block.
+`decoder`; M = N * X assignments of a token to an expert, K tokens of a block.
 """
 
 from __future__ import annotations

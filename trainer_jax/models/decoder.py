@@ -1,0 +1,220 @@
+"""The decoder of all families: the forward pass, and an NNX shell for users.
+
+Owns the maths from tokens to the final norm; what a layer is made of follows from the config:
+attention or Gated DeltaNet, then experts, a network that sees every token, or both. Must not know
+about losses, batches or files; the language-model head is a matrix handed out by `head_weight`,
+and `trainer_jax.head` owns its use.
+
+Shape letters: B rows, T tokens of a row, S tokens attended to, D model, H query heads, J key-value
+heads, R query heads per key-value head, A head dimension, E experts, X experts per token, F expert
+ffn, V vocabulary, L layers, N tokens of all rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer_jax.models import deltanet
+from trainer_jax.models.attention import attend, rotary
+from trainer_jax.models.config import ComputeConfig, ModelConfig
+from trainer_jax.models.dispatch import Ffn
+from trainer_jax.models.experts import grouped_ffn, route
+from trainer_jax.models.norms import gated_rms_norm, rms_norm
+from trainer_jax.models.parameters import STACKS, Params, init_params
+from trainer_jax.models.rounding import prepare, prepare_layer
+
+DEFAULT_COMPUTE = ComputeConfig()
+
+
+class _Row(NamedTuple):
+    """What layers know of tokens beside their vectors."""
+
+    segments_BxT: jax.Array
+    cos_BxTx1xA: jax.Array
+    sin_BxTx1xA: jax.Array
+
+
+def _norm(config: ModelConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return rms_norm(x, weight, config.rms_norm_eps, around_one=config.norms_around_one)
+
+
+def _attention(layer: Params, config: ModelConfig, x_BxTxD, row: _Row):
+    B, T, _ = x_BxTxD.shape
+    J, A = config.num_key_value_heads, config.head_dim
+    x_BxTxD = _norm(config, x_BxTxD, layer["attention_norm"])
+    q = (x_BxTxD @ layer["q"]).reshape(B, T, config.num_attention_heads, -1)
+    q, gate = q[..., :A], q[..., A:]
+    k = (x_BxTxD @ layer["k"]).reshape(B, T, J, A)
+    v = (x_BxTxD @ layer["v"]).reshape(B, T, J, A)
+    q = _rotate(config, _norm(config, q, layer["q_norm"]), row)
+    k = _rotate(config, _norm(config, k, layer["k_norm"]), row)
+    y = attend(q, k, v, row.segments_BxT)
+    if config.gated_attention:
+        y = y * jax.nn.sigmoid(gate)
+    return y.reshape(B, T, -1) @ layer["o"]
+
+
+def _rotate(config: ModelConfig, x_BxTxHxA: jax.Array, row: _Row) -> jax.Array:
+    """Positions into the first `rotary_dim` dimensions; the others pass."""
+    if config.rotary_dim == config.head_dim:
+        return rotary(x_BxTxHxA, row.cos_BxTx1xA, row.sin_BxTx1xA)
+    first, rest = jnp.split(x_BxTxHxA, [config.rotary_dim], axis=-1)
+    return jnp.concatenate([rotary(first, row.cos_BxTx1xA, row.sin_BxTx1xA), rest], axis=-1)
+
+
+def _deltanet(layer: Params, config: ModelConfig, x_BxTxD, row: _Row):
+    B, T, _ = x_BxTxD.shape
+    key_width = config.linear_num_key_heads * config.linear_key_head_dim
+    x_BxTxD = _norm(config, x_BxTxD, layer["delta_norm"])
+    qkv = deltanet.causal_convolution(x_BxTxD @ layer["qkv"], layer["conv"], row.segments_BxT)
+    q, k, v = jnp.split(jax.nn.silu(qkv), [key_width, 2 * key_width], axis=-1)
+    q, k = (deltanet.normalize(x.reshape(B, T, -1, config.linear_key_head_dim)) for x in (q, k))
+    v, z = (x.reshape(B, T, -1, config.linear_value_head_dim) for x in (v, x_BxTxD @ layer["z"]))
+    dt = jax.nn.softplus((x_BxTxD @ layer["a"]).astype(jnp.float32) + layer["dt_bias"][None, None])
+    y = deltanet.delta_rule(
+        q * config.linear_key_head_dim**-0.5,
+        k,
+        v,
+        -jnp.exp(layer["a_log"])[None, None] * dt,
+        jax.nn.sigmoid(x_BxTxD @ layer["b"]),
+        row.segments_BxT,
+    )
+    y = gated_rms_norm(y.astype(x_BxTxD.dtype), z, layer["out_norm"], config.rms_norm_eps)
+    return y.reshape(B, T, -1) @ layer["out"]
+
+
+def _feed_forward(layer: Params, config: ModelConfig, x_BxTxD, row: _Row, ffn: Ffn):
+    B, T, D = x_BxTxD.shape
+    x_NxD = _norm(config, x_BxTxD, layer["ffn_norm"]).reshape(B * T, D)
+    outputs = []
+    if "router" in layer:
+        weights_NxX, experts_NxX = route(
+            x_NxD, layer["router"], config.num_experts_per_tok, normalize=config.norm_topk_prob
+        )
+        is_token_N = row.segments_BxT.reshape(B * T) > 0
+        # padding is nobody's
+        experts_NxX = jnp.where(is_token_N[:, None], experts_NxX, config.num_experts)
+        matrices = layer["gate"], layer["up"], layer["down"]
+        outputs.append(ffn(x_NxD, weights_NxX, experts_NxX, *matrices))
+    if "mlp_gate" in layer:
+        hidden_NxF = jax.nn.silu(x_NxD @ layer["mlp_gate"]) * (x_NxD @ layer["mlp_up"])
+        y_NxD = hidden_NxF @ layer["mlp_down"]
+        if "mlp_router" in layer:
+            y_NxD = y_NxD * jax.nn.sigmoid(x_NxD @ layer["mlp_router"])[:, None]
+        outputs.append(y_NxD)
+    return sum(outputs[1:], start=outputs[0]).reshape(B, T, D)
+
+
+_MIXERS = {"layers": _attention, "delta_layers": _deltanet}  # by stack
+
+
+def hidden_states(
+    params: Params,
+    config: ModelConfig,
+    tokens_BxT: jax.Array,
+    positions_BxT: jax.Array,
+    segments_BxT: jax.Array,
+    *,
+    compute: ComputeConfig = DEFAULT_COMPUTE,
+    ffn: Ffn | None = None,
+) -> jax.Array:
+    """Tokens to hidden states after the final norm, [B, T, D] in the compute dtype.
+
+    A token sees itself and earlier tokens of its row with its segment id. Segment 0 is padding;
+    what comes out there is finite and means nothing. `positions_BxT` are rotary positions, which
+    restart with every segment. The tokens of a segment are contiguous. `ffn` computes experts that
+    are split over a mesh (`dispatch.expert_ffn`).
+    """
+    ffn = ffn or functools.partial(grouped_ffn, impl=compute.ffn)
+    row = _Row(segments_BxT, *_rope(config, positions_BxT))
+
+    def block(stack: str, x_BxTxD: jax.Array, layer: Params) -> jax.Array:
+        layer = prepare_layer(layer, compute)
+        x_BxTxD = x_BxTxD + _MIXERS[stack](layer, config, x_BxTxD, row)
+        return x_BxTxD + _feed_forward(layer, config, x_BxTxD, row, ffn)
+
+    if compute.remat:
+        block = jax.checkpoint(block, static_argnums=0)
+    x_BxTxD = prepare(params["embed"], compute)[tokens_BxT]
+    x_BxTxD = through_layers(block, [STACKS[kind] for kind in config.kinds], x_BxTxD, params)
+    return _norm(config, x_BxTxD, prepare(params["norm"], compute))
+
+
+def through_layers(
+    block: Callable[[str, Any, Params], Any], stacks_L: list[str], x: Any, params: Params
+) -> Any:
+    """`x = block(stack, x, layer)` for every layer; compiled once per run of like layers in the
+    shortest part that the pattern of layers repeats.
+    """
+    L = len(stacks_L)
+    period = next(p for p in range(1, L + 1) if stacks_L[p:] == stacks_L[:-p])
+    num_repeats = L // period
+    unit, rest = stacks_L[:period], stacks_L[num_repeats * period :]
+    repeated, remaining = {}, {}
+    for stack in dict.fromkeys(unit):
+        num = num_repeats * unit.count(stack)
+        cut = functools.partial(_repeats, num=num, num_repeats=num_repeats)
+        repeated[stack] = jax.tree.map(cut, params[stack])
+        remaining[stack] = jax.tree.map(lambda leaf, num=num: leaf[num:], params[stack])
+
+    def one_repeat(x: Any, layers: Params) -> tuple[Any, None]:
+        return _through_runs(block, unit, x, layers), None
+
+    x, _ = jax.lax.scan(one_repeat, x, repeated)
+    return _through_runs(block, rest, x, remaining)
+
+
+def _repeats(leaf: jax.Array, *, num: int, num_repeats: int) -> jax.Array:
+    return leaf[:num].reshape(num_repeats, num // num_repeats, *leaf.shape[1:])
+
+
+def _through_runs(block: Callable, stacks: list[str], x: Any, layers: Params) -> Any:
+    """A scan for every run of layers of one stack."""
+    used = dict.fromkeys(layers, 0)
+    for stack, run in groupby(stacks):
+        start, num = used[stack], len(list(run))
+        part = jax.tree.map(lambda leaf, s=start, n=num: leaf[s : s + n], layers[stack])
+        if num == 1:
+            x = block(stack, x, jax.tree.map(lambda leaf: leaf[0], part))
+        else:
+            x, _ = jax.lax.scan(lambda x, layer, s=stack: (block(s, x, layer), None), x, part)
+        used[stack] += num
+    return x
+
+
+def _rope(config: ModelConfig, positions_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, [B, T, 1, A/2] float32, A the rotated dimensions."""
+    exponent = jnp.arange(0, config.rotary_dim, 2, dtype=jnp.float32) / config.rotary_dim
+    angles = positions_BxT[:, :, None, None].astype(jnp.float32) / jnp.power(
+        jnp.float32(config.rope_theta), exponent
+    ).reshape(1, 1, 1, -1)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def head_weight(params: Params, *, compute: ComputeConfig = DEFAULT_COMPUTE) -> jax.Array:
+    """The language-model head [V, D] in the compute dtype: `embed` when they are tied."""
+    return prepare(params["head"] if "head" in params else params["embed"], compute)
+
+
+class Decoder(nnx.Module):
+    """The same model as an NNX module, for notebooks; training uses the pure functions above."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.params = nnx.data(jax.tree.map(nnx.Param, init_params(config, rngs.params())))
+
+    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
+        """Logits [B, T, V] of whole rows."""
+        params = nnx.to_pure_dict(nnx.state(self, nnx.Param))["params"]
+        B, T = tokens_BxT.shape
+        positions_BxT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
+        segments_BxT = jnp.ones((B, T), jnp.int32)
+        hidden = hidden_states(params, self.config, tokens_BxT, positions_BxT, segments_BxT)
+        return jnp.einsum("btd,vd->btv", hidden, head_weight(params))

@@ -1,0 +1,107 @@
+"""How tokens meet their experts on a mesh: each device computes its own experts, dropless.
+
+Owns the collectives around `experts.grouped_ffn`, in a `shard_map` over all axes: rows of tokens
+are split over the batch axes, experts over `expert`, their width over `tensor`, and matrices along
+the model's width over `fsdp`, gathered for the time of the product. Must not know routing.
+
+Two forms, both exact:
+    gather      a device takes the tokens of all devices along `expert`, computes what its experts
+                do with them, and the sums are scattered back: 2 N D numbers per device and layer,
+                whatever the router says
+    all-to-all  each token is sent to the devices of its experts and back. Shapes are static, so
+                that buffers have room for all of a device's assignments at every other one: it pays
+                where few of many devices are asked, X much smaller than their number
+
+Shape letters as in `decoder`; P devices along `expert`, M = N * X assignments, L local experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from trainer_jax.models.experts import grouped_ffn
+
+Ffn = Callable[..., jax.Array]  # of `grouped_ffn`, without `impl`
+
+
+def expert_ffn(mesh: Mesh, batch_axes: tuple[str, ...], *, impl: str, dispatch: str) -> Ffn:
+    """`grouped_ffn(x, weights, experts, gate, up, down)` on a mesh.
+
+    `dispatch`: gather, all-to-all. The rows of x are split over `batch_axes`, which hold `expert`.
+    """
+    form = {"gather": _gather, "all-to-all": _all_to_all}[dispatch]
+
+    def local(x_NxD, weights_NxX, experts_NxX, gate_LxDxF, up_LxDxF, down_LxFxD):
+        gate_LxDxF, up_LxDxF = (_whole(x, axis=1) for x in (gate_LxDxF, up_LxDxF))
+        matrices = gate_LxDxF, up_LxDxF, _whole(down_LxFxD, axis=2)
+
+        def ffn(x_NxD, weights_NxX, experts_NxX):
+            y_NxD = grouped_ffn(x_NxD, weights_NxX, experts_NxX, *matrices, impl=impl)
+            return jax.lax.psum(y_NxD.astype(jnp.float32), "tensor")
+
+        L, P = len(gate_LxDxF), mesh.shape["expert"]
+        return form(ffn, x_NxD, weights_NxX, experts_NxX, L=L, P=P).astype(x_NxD.dtype)
+
+    rows = PartitionSpec(batch_axes)
+    into, out_of = (
+        PartitionSpec("expert", "fsdp", "tensor"),
+        PartitionSpec("expert", "tensor", "fsdp"),
+    )
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(rows, rows, rows, into, into, out_of),
+        out_specs=rows,
+        check_vma=False,
+    )
+
+
+def _whole(x: jax.Array, *, axis: int) -> jax.Array:
+    return jax.lax.all_gather(x, "fsdp", axis=axis, tiled=True)
+
+
+def _own(experts: jax.Array, L: int) -> jax.Array:
+    """Ids among this device's experts; L, nobody's, for those of other devices."""
+    local = experts - jax.lax.axis_index("expert") * L
+    return jnp.where((local >= 0) & (local < L), local, L)
+
+
+def _gather(ffn, x_NxD, weights_NxX, experts_NxX, *, L: int, P: int) -> jax.Array:
+    del P
+    x, weights, experts = (
+        jax.lax.all_gather(part, "expert", axis=0, tiled=True)
+        for part in (x_NxD, weights_NxX, experts_NxX)
+    )
+    y = ffn(x, weights, _own(experts, L))
+    return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
+
+
+def _all_to_all(ffn, x_NxD, weights_NxX, experts_NxX, *, L: int, P: int) -> jax.Array:
+    (N, X), D = experts_NxX.shape, x_NxD.shape[1]
+    M = N * X
+    experts_M = experts_NxX.reshape(M)
+    owner_M = jnp.minimum(experts_M // L, P)  # P: nobody's
+    is_owner_MxP = owner_M[:, None] == jnp.arange(P)[None]
+    place_M = (jnp.cumsum(is_owner_MxP, axis=0) - 1)[jnp.arange(M), jnp.minimum(owner_M, P - 1)]
+    slot_M = owner_M * M + place_M  # in the buffers of all owners
+    source_S = (
+        jnp.full(P * M, M, jnp.int32).at[slot_M].set(jnp.arange(M, dtype=jnp.int32), mode="drop")
+    )
+    send_SxD = x_NxD.at[source_S // X].get(mode="fill", fill_value=0)
+    ids_S = (experts_M % L).at[source_S].get(mode="fill", fill_value=L)
+    received_SxD, ids_S = (_exchange(part, P) for part in (send_SxD, ids_S))
+    y_SxD = ffn(received_SxD, jnp.ones((P * M, 1), jnp.float32), ids_S[:, None])
+    back_SxD = _exchange(y_SxD.astype(x_NxD.dtype), P)
+    y_MxD = back_SxD.at[jnp.where(owner_M < P, slot_M, P * M)].get(mode="fill", fill_value=0)
+    return (y_MxD.reshape(N, X, D).astype(jnp.float32) * weights_NxX[:, :, None]).sum(axis=1)
+
+
+def _exchange(x_Sx: jax.Array, P: int) -> jax.Array:
+    """Part p of each device's buffer becomes part of device p's."""
+    parts = x_Sx.reshape(P, -1, *x_Sx.shape[1:])
+    moved = jax.lax.all_to_all(parts, "expert", split_axis=0, concat_axis=0)
+    return moved.reshape(x_Sx.shape)
