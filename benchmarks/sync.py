@@ -77,7 +77,7 @@ def train(config: ModelConfig, folder: Path) -> list[Path]:
     from trainer_jax.hf import save_checkpoint
     from trainer_jax.loss import LossConfig
     from trainer_jax.mesh import make_mesh
-    from trainer_jax.models.qwen3_moe import init_params
+    from trainer_jax.models.parameters import init_params
     from trainer_jax.records import RecordRules
     from trainer_jax.step import make_update
 

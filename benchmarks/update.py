@@ -48,7 +48,7 @@ from trainer_jax.hf import load_checkpoint, save_checkpoint
 from trainer_jax.loss import LossConfig
 from trainer_jax.mesh import make_mesh
 from trainer_jax.models.config import ComputeConfig, ModelConfig
-from trainer_jax.models.qwen3_moe import Params, init_params
+from trainer_jax.models.parameters import Params, init_params
 from trainer_jax.records import RecordRules
 from trainer_jax.step import make_update
 

@@ -6,7 +6,9 @@ of a patch in them. Must not know what else a record holds.
     settings.json    what was evaluated, and how; "digests" has a checksum of each task, by its id
     config.json      the run record: the sections that the episodes were played by
     episodes.jsonl   a line per episode as it ended
-    regraded.jsonl   a line per patch that was graded again
+    regraded.jsonl   a line per patch that was graded again; "checksum" is of the patch, its first
+                     verdict and the task, and the last line of a patch and sample is the one that
+                     counts
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ from contracts.files import replacing
 from trainer_jax.head import candidate_logits
 from trainer_jax.hf import load_checkpoint
 from trainer_jax.models.config import ModelConfig
-from trainer_jax.models.qwen3_moe import Params, head_weight, hidden_states
+from trainer_jax.models.decoder import head_weight, hidden_states
+from trainer_jax.models.parameters import Params
 
 _MIN_ROW = 64  # rows are padded to a power of two from here on, so that few programs are compiled
 Rows = list[np.ndarray]

@@ -14,7 +14,7 @@ import jax
 from contracts.errors import BadInputError, exits_politely
 from trainer_jax.hf import DTYPES, RULES, check_tokenizer, save_checkpoint
 from trainer_jax.models.config import ModelConfig
-from trainer_jax.models.qwen3_moe import count_parameters, init_params
+from trainer_jax.models.parameters import count_parameters, init_params
 
 
 def _arguments() -> argparse.Namespace:

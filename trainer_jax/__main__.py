@@ -87,9 +87,31 @@ def train(
 
 
 @app.command()
-def plan(run_file: RunFile, overrides: Overrides = None) -> None:
-    """Check a run file and print what it would do (train --dry-run)."""
-    train(run_file, overrides, dry_run=True)
+def plan(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    memory_gb: Annotated[
+        float | None, typer.Option(min=1, help="of one device, in 10^9 bytes: does it fit?")
+    ] = None,
+) -> None:
+    """What a run would do, and what its update costs on devices that need not be here.
+
+    The mesh is that of the run file; model.checkpoint may be a directory with nothing but a
+    config.json.
+    """
+    _prepare()
+    from trainer_jax.aot import compile_ahead
+    from trainer_jax.config import load_run
+    from trainer_jax.plan import check_others, print_plan
+    from trainer_jax.plan_devices import print_devices
+
+    config = load_run(run_file, overrides or ())
+    config = config.with_sections(check_others(config, here=False))
+    console = _console()
+    print_plan(console, config)
+    with console.status("compiling the update"):
+        ahead = compile_ahead(config)
+    print_devices(console, config, ahead, memory_gb * 1e9 if memory_gb else None)
 
 
 @app.command()

@@ -74,6 +74,7 @@ class MeshSection(Section):
     fsdp: int = Field(default=1, ge=1)
     expert: int = Field(default=1, ge=1)
     tensor: int = Field(default=1, ge=1)
+    context: int = Field(default=1, ge=1)
 
 
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]

@@ -39,13 +39,16 @@ def regrade(directory: Path, console: Console) -> int:
         BadInputError: no evaluation in `directory`, or tasks that are no longer those.
     """
     settings = read_settings(directory)
+    num_before = len(read_records(directory / REGRADED))
     command = [sys.executable, "-m", "sampler_fleet", "tasks", "regrade", str(directory)]
     status = subprocess.run(command, check=False, env=service_environment()).returncode
     if status not in (0, _CHANGED):
         return status
     records = read_records(directory / EPISODES)
     episodes = read_episodes(directory, records)
-    verdicts = {(r["task_id"], r["sample"]): r for r in read_records(directory / REGRADED)}
+    regraded = read_records(directory / REGRADED)
+    verdicts = latest(regraded, records)
+    num_now = sum(record["passed"] is not None for record in regraded[num_before:])
     changed = changes(verdicts)
     evaluation = by_verdicts(settings, episodes, verdicts)
     with replacing(directory / REPORT) as aside:
@@ -55,12 +58,26 @@ def regrade(directory: Path, console: Console) -> int:
             console.print(" ".join(row), markup=False, highlight=False, soft_wrap=True)
     console.print(rates_table("pass rates by the second grading", evaluation))
     console.print(
-        f"{_sentence(verdicts, changed)}; report: {directory / REPORT}",
+        f"{_sentence(verdicts, changed)}; {num_now} graded in this call; "
+        f"report: {directory / REPORT}",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
     return _CHANGED if changed else 0
+
+
+def latest(
+    regraded: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]
+) -> dict[Key, Mapping[str, Any]]:
+    """The last verdict on each sample of which `records` of episodes have a patch to grade."""
+    graded = {
+        (record["task_id"], record["sample"])
+        for record in records
+        if record["reward"] is not None and record["patch"] is not None
+    }
+    keyed = {(record["task_id"], record["sample"]): record for record in regraded}
+    return {key: record for key, record in keyed.items() if key in graded}
 
 
 def changes(verdicts: Mapping[Key, Mapping[str, Any]]) -> list[tuple[str, ...]]:

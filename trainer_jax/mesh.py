@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from contracts.errors import BadInputError
 from trainer_jax.models.parameters import PARAMETERS
 
-AXES = ("data", "fsdp", "expert", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor", "context")
 # Rows are split over all of these, parameters over fsdp, experts over expert. Where experts are not
 # computed, devices along `expert` are as good as more data.
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -139,5 +139,10 @@ def by_data_shard(function: Callable[..., jax.Array], mesh: Mesh) -> Callable[..
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows split over the data axes, everything else of a row on one device."""
+    """Of [rows, ...]: rows split over the batch axes, everything else of a row on one device."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def token_sharding(mesh: Mesh) -> NamedSharding:
+    """Of [rows, tokens]: tokens split over the context axis as well."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "context"))

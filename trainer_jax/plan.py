@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -22,23 +21,26 @@ from contracts.errors import BadInputError
 from contracts.rpc import RemoteInputError
 from contracts.runfile import write_resolved
 from contracts.supervisor import service_environment
+from trainer_jax.budget import Setting, memory
 from trainer_jax.config import RunConfig
 from trainer_jax.hf import check_tokenizer, load_config
-from trainer_jax.live import number
 from trainer_jax.mesh import make_mesh
-from trainer_jax.models.parameters import parameter_shapes
+from trainer_jax.models.parameters import count_parameters
+from trainer_jax.plan_devices import gigabytes
 from trainer_jax.summary import is_training, percent
 
 CHECK_S = 60.0
 OTHERS = ("weight_sync", "sampler_fleet")
-ADAM_MOMENTS = 2
 EMBEDDED_MODEL_TYPE = "qwen3_moe"  # what the fleet's own engine computes
 
 
-def check_others(config: RunConfig, *, trains: bool = True) -> dict[str, dict[str, Any]]:
+def check_others(
+    config: RunConfig, *, trains: bool = True, here: bool = True
+) -> dict[str, dict[str, Any]]:
     """All sections, the other components' as they resolve them.
 
-    Without `trains`, as for an evaluation alone, what only training needs is not asked for.
+    Without `trains`, as for an evaluation alone, what only training needs is not asked for; without
+    `here`, as for a plan, devices are not looked for on this machine.
 
     Raises:
         RemoteInputError: the owner's sentence about the first thing wrong.
@@ -50,11 +52,11 @@ def check_others(config: RunConfig, *, trains: bool = True) -> dict[str, dict[st
         write_resolved(record, config.sections)
         for package in OTHERS:
             sections |= ask(package, "check", "--config", str(record))
-    check_agreement(config.with_sections(sections), trains=trains)
+    check_agreement(config.with_sections(sections), trains=trains, here=here)
     return sections
 
 
-def check_agreement(config: RunConfig, *, trains: bool = True) -> None:
+def check_agreement(config: RunConfig, *, trains: bool = True, here: bool = True) -> None:
     """What no component can check alone, before anything is started.
 
     Raises:
@@ -72,7 +74,9 @@ def check_agreement(config: RunConfig, *, trains: bool = True) -> None:
     if trains:
         groups = config.sections["fleet"]["groups"]
         config.loss.log_bands(tuple(group["name"] for group in groups if is_training(group)))
-        if _num_devices(config) > 1 and config.cluster.processes == 1:  # else not all are known yet
+        num_devices = math.prod(config.mesh.model_dump().values())
+        # with several processes not all devices are known yet
+        if here and num_devices > 1 and config.cluster.processes == 1:
             make_mesh(config.mesh.model_dump())
         shards = config.mesh.data * config.mesh.fsdp * config.mesh.expert
         if config.train.micro_rows % shards:
@@ -80,6 +84,12 @@ def check_agreement(config: RunConfig, *, trains: bool = True) -> None:
                 "run file, train.micro_rows",
                 expected=f"a multiple of mesh.data * mesh.fsdp * mesh.expert, {shards}",
                 found=config.train.micro_rows,
+            )
+        if config.train.row_tokens % config.mesh.context:
+            raise BadInputError(
+                "run file, train.row_tokens",
+                expected=f"a multiple of mesh.context, {config.mesh.context}",
+                found=config.train.row_tokens,
             )
         _check_record(config.sections)
 
@@ -183,7 +193,7 @@ def print_plan(console: Console, config: RunConfig) -> None:
     sections = config.sections
     console.print_json(json.dumps(sections))
     train, model = config.train, load_config(config.model.checkpoint)
-    num_parameters = sum(int(np.prod(shape)) for shape in parameter_shapes(model).values())
+    num_parameters = count_parameters(model)
     group_size = sections.get("episodes", {}).get("group_size", 8)
 
     fleet = Table("group", "accelerator", "weights", "KV", "purpose", "samplers", "share")
@@ -201,18 +211,18 @@ def print_plan(console: Console, config: RunConfig) -> None:
         )
     console.print(fleet)
 
-    memory = memory_estimate(config, num_parameters, model.hidden_size, model.num_hidden_layers)
+    setting = Setting.of(config)
     facts = {
         "run directory": str(config.run.path),
         "services": "local processes" if config.is_local else config.run.gateway,
         "model": f"{num_parameters:,} parameters from {config.model.checkpoint}",
-        "mesh": f"{_num_devices(config)} device(s)",
+        "mesh": f"{setting.num_devices} device(s)",
         "objective": config.loss.arm,
         "updates": f"{train.updates} of {train.prompts_per_update} prompts x {group_size}"
         f" = {train.updates * train.prompts_per_update * group_size:,} trajectories",
         "staleness limit": "none" if train.staleness_limit is None else str(train.staleness_limit),
         "checkpoints": f"every {train.checkpoint_every} updates, {train.keep_checkpoints} kept",
-        "memory": f"about {number(memory / 2**30, 2)} GiB per device",
+        "memory": f"about {gigabytes(memory(model, setting).total)} per device, by shapes alone",
         "evaluation": f"{config.evaluation.num_tasks or 'all'} held-out tasks"
         f" x {config.evaluation.num_samples}",
     }
@@ -220,23 +230,3 @@ def print_plan(console: Console, config: RunConfig) -> None:
     for name, value in facts.items():
         table.add_row(name, value)
     console.print(table)
-
-
-def _num_devices(config: RunConfig) -> int:
-    return math.prod(config.mesh.model_dump().values())
-
-
-def memory_estimate(
-    config: RunConfig, num_parameters: int, hidden_size: int, num_layers: int
-) -> float:
-    """Bytes per device, roughly: float32 masters, gradients and optimizer, and activations.
-
-    Activations: about 16 vectors of the model's width per token and layer, or 2 with remat.
-    """
-    mesh = config.mesh
-    moments = ADAM_MOMENTS if config.optimizer.name == "adamw" else 0
-    state = 4.0 * num_parameters * (2 + moments) / (mesh.fsdp * mesh.expert * mesh.tensor)
-    width = 2 if config.model.compute.dtype == "bfloat16" else 4
-    vectors = 2 if config.model.compute.remat else 16
-    tokens = config.train.micro_rows * config.train.row_tokens / (mesh.data * mesh.fsdp)
-    return state + width * vectors * tokens * hidden_size * num_layers

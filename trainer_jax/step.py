@@ -28,10 +28,17 @@ from trainer_jax import loss_metrics
 from trainer_jax.batch import Batch, TokenBucket
 from trainer_jax.head import CandidateLogits, Part, candidate_logits, token_sum
 from trainer_jax.loss import LogBand, LossConfig, SamplerRecord, position_of, token_objective
-from trainer_jax.mesh import BATCH_AXES, batch_sharding, by_data_shard, param_shardings, place
+from trainer_jax.mesh import (
+    BATCH_AXES,
+    batch_sharding,
+    by_data_shard,
+    param_shardings,
+    place,
+    token_sharding,
+)
+from trainer_jax.models import on_mesh
 from trainer_jax.models.config import ComputeConfig, ModelConfig
 from trainer_jax.models.decoder import head_weight, hidden_states
-from trainer_jax.models.dispatch import expert_ffn
 from trainer_jax.models.parameters import FLOAT32, Params, init_params
 
 EXACT = ComputeConfig()
@@ -112,6 +119,7 @@ class Update:
         self._dtypes = jax.tree_util.tree_map_with_path(
             lambda path, _: jnp.float32 if path[-1].key in FLOAT32 else jnp.dtype(masters), shapes
         )
+        self._shapes = shapes
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._shardings = param_shardings(mesh, shapes)
         self._state_shardings = self._shardings_of_state(shapes)
@@ -137,14 +145,30 @@ class Update:
 
     def init(self, params: Params) -> TrainState:
         """The state before the first update, placed on the mesh."""
-
-        def fresh(params: Params) -> TrainState:
-            opt_state = self._optimizer.init(_in_float32(params))
-            params = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, self._dtypes)
-            return TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
-
         placed = place(params, self._shardings)
-        return jax.jit(fresh, out_shardings=self._state_shardings)(placed)
+        return jax.jit(self._fresh, out_shardings=self._state_shardings)(placed)
+
+    def _fresh(self, params: Params) -> TrainState:
+        opt_state = self._optimizer.init(_in_float32(params))
+        params = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, self._dtypes)
+        return TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
+
+    def abstract_state(self) -> TrainState:
+        """The state without its arrays: shapes, dtypes and shardings."""
+        return _abstract(jax.eval_shape(self._fresh, self._shapes), self._state_shardings)
+
+    def lower(self, batch: Batch) -> dict[str, jax.stages.Lowered]:
+        """Both programs of an update, for a batch of arrays or of shapes; nothing is computed."""
+        state = self.abstract_state()
+        grads = _abstract(jax.eval_shape(_in_float32, self._shapes), self._shardings)
+        sums = jax.eval_shape(functools.partial(loss_metrics.no_sums, len(self._group_names)))
+        sums = _abstract(sums, jax.tree.map(lambda _: self._replicated, sums))
+        placed = _abstract(batch, batch_placement(self._mesh, batch))
+        scalars = _Scalars(np.int32(0), np.float32(1))
+        return {
+            "accumulate": self._accumulate.lower(state.params, grads, sums, placed, scalars),
+            "apply": self._apply.lower(state, grads),
+        }
 
     def _shardings_of_state(self, shapes: Params) -> Any:
         opt_state = optax.tree_utils.tree_map_params(
@@ -213,6 +237,14 @@ class Update:
         if self._loss.reduction == "sequence-mean":
             return sum(batch.num_sequences for batch in batches)
         return num_tokens
+
+
+def _abstract(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
 
 
 def _in_float32(tree: Any) -> Any:
@@ -293,16 +325,19 @@ def batch_objective(  # noqa: PLR0913  (bound once, in make_update)
     compute: ComputeConfig,
 ) -> tuple[jax.Array, loss_metrics.Sums]:
     """The surrogate of one micro-batch over the update's denominator, and the metrics' sums."""
-    ffn = None
+    seams = None
     if mesh.shape["data"] < mesh.size:
-        ffn = expert_ffn(mesh, BATCH_AXES, impl=compute.ffn, dispatch=compute.dispatch)
+        seams = on_mesh.seams(config, compute, mesh, BATCH_AXES)
     model = by_data_shard(
-        lambda params, *rows: hidden_states(params, config, *rows, compute=compute, ffn=ffn), mesh
+        lambda params, *rows: hidden_states(params, config, *rows, compute=compute, seams=seams),
+        mesh,
     )
     hidden_BxRxD = model(params, batch.tokens_BxR, batch.positions_BxR, batch.segments_BxR)
     S = batch.buckets[0].mask_SxN.shape[0]
     hidden_SxLxD = hidden_BxRxD.reshape(S, -1, hidden_BxRxD.shape[-1])
     head_VxD = head_weight(params, compute=compute)
+    if seams:
+        head_VxD = seams.whole(head_VxD)
     parts = [_ask(bucket, hidden_SxLxD, batch.num_trained_M, loss) for bucket in batch.buckets]
     if loss.importance == "sequence" or loss.off_policy_limit is not None:
         parts = _with_mean_log_ratio(parts, batch, head_VxD, loss, temperature)
@@ -449,10 +484,11 @@ def batch_placement(mesh: Mesh, batch: Batch) -> Batch:
     rows = PartitionSpec(batch_sharding(mesh).spec[0])
     placement = jax.tree.map(lambda _: NamedSharding(mesh, rows), batch)
     whole = NamedSharding(mesh, PartitionSpec())
+    tokens: Any = token_sharding(mesh)
     return Batch(
-        tokens_BxR=placement.tokens_BxR,
-        positions_BxR=placement.positions_BxR,
-        segments_BxR=placement.segments_BxR,
+        tokens_BxR=tokens,
+        positions_BxR=tokens,
+        segments_BxR=tokens,
         num_trained_M=whole,  # pyright: ignore[reportArgumentType]
         buckets=placement.buckets,
     )

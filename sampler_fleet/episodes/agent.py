@@ -5,8 +5,9 @@ how an episode ends. Token in, token out: sampled tokens are never decoded and t
 not know where tokens come from, how a sandbox isolates, or how a patch is graded.
 
 A fault of the policy (no submission, three replies in a row without a valid call, a limit) is a
-reward of 0. A fault of the infrastructure has no reward: ending FAILURE. So has an episode that the
-clock ended, since how long tokens take is the samplers' doing.
+reward of 0. A fault of the infrastructure has no reward: ending FAILURE. An episode that the clock
+ended is the fault of whoever had most of the time: how long commands take is the policy's doing,
+how long tokens take the samplers'.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -41,6 +41,7 @@ from sampler_fleet.episodes.base import (
     Sandbox,
     SandboxError,
     Sandboxes,
+    SpentError,
     Task,
 )
 from sampler_fleet.episodes.buffer import TokenBuffer, turn_seed
@@ -142,6 +143,18 @@ class _Episode:
         self.num_turns = 0
         self.format_errors: Counter[FormatError] = Counter()
 
+    async def play_in_time(self, sandbox: Sandbox, seconds: float | None) -> Ending:
+        """As `play`, but for at most that long. RetryError: the samplers took most of it."""
+        try:
+            async with asyncio.timeout(seconds) as clock:
+                return await self.play(sandbox)
+        except TimeoutError:
+            if seconds is None or not clock.expired():
+                raise
+            if self._command_seconds >= seconds / 2:
+                return Ending.TIMEOUT
+            raise RetryError(f"the episode took longer than {seconds:g} s") from None
+
     async def play(self, sandbox: Sandbox) -> Ending:
         """Takes turns until the episode ends.
 
@@ -209,10 +222,13 @@ class _Episode:
         """What a command did, and what is told of it."""
         left = self._limits.total_command_seconds - self._command_seconds
         timeout_s = min(self._limits.command_seconds, left)
-        result = await sandbox.exec(
-            command, timeout_s=timeout_s, max_output=self._limits.max_output_bytes
-        )
-        self._command_seconds += result.seconds
+        started = time.monotonic()
+        try:
+            result = await sandbox.exec(
+                command, timeout_s=timeout_s, max_output=self._limits.max_output_bytes
+            )
+        finally:  # the clock may end the episode in it
+            self._command_seconds += time.monotonic() - started
         return result, self._agent.show(result, timeout_s)
 
 
@@ -266,8 +282,8 @@ async def run_episode(  # noqa: PLR0913 (everything an episode touches is handed
         tree = tree_bytes(task.tree)
         try:
             async with sandboxes.open(tree) as sandbox:
-                async with _in_time(task, limits):
-                    ending = await episode.play(sandbox)
+                seconds = task.checkout.episode_seconds if task.checkout else None
+                ending = await episode.play_in_time(sandbox, seconds or limits.episode_seconds)
                 end = await sandbox.snapshot() if ending == Ending.SUBMITTED else None
         finally:
             if counters is not None:
@@ -279,6 +295,9 @@ async def run_episode(  # noqa: PLR0913 (everything an episode touches is handed
             patch = capture(tree, end)
             verdict = await _grade(grader, task, patch, limits.grading_attempts)
             reward = float(verdict.passed)
+    except SpentError as error:
+        reward, ending = 0.0, Ending.TIMEOUT
+        _log.info("episode %s of %s: %s", session_id, task.task_id, error)
     except (SandboxError, RetryError) as error:
         reward, ending, failure = None, Ending.FAILURE, str(error)
         _log.warning("episode %s of %s failed: %s", session_id, task.task_id, error)
@@ -296,20 +315,6 @@ async def run_episode(  # noqa: PLR0913 (everything an episode touches is handed
         patch=patch if purpose == Purpose.EVALUATE else None,
         verdict=shown(verdict.reason) if verdict and purpose == Purpose.EVALUATE else "",
     )
-
-
-@contextlib.asynccontextmanager
-async def _in_time(task: Task, limits: EpisodeLimits) -> AsyncIterator[None]:
-    """Ends the block when the episode's time is over. RetryError: it was."""
-    seconds = task.checkout.episode_seconds if task.checkout else None
-    seconds = seconds or limits.episode_seconds
-    try:
-        async with asyncio.timeout(seconds) as clock:
-            yield
-    except TimeoutError:
-        if not clock.expired():
-            raise
-        raise RetryError(f"the episode took longer than {seconds:g} s") from None
 
 
 async def _grade(grader: Grader, task: Task, patch: Patch, attempts: int) -> Verdict:

@@ -42,6 +42,10 @@ class SandboxError(RuntimeError):
     """The sandbox failed, not the command in it: infrastructure, never a reward."""
 
 
+class SpentError(SandboxError):
+    """Its commands used up what the sandbox itself needs: their doing, so a reward of 0."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExecResult:
     """What a command did. A timeout is an observation, not an error.
@@ -66,14 +70,15 @@ class Snapshot:
 
     files: dict[str, bytes]  # regular files
     special: tuple[str, ...]  # everything else that is no directory: links, pipes, unreadable files
-    complete: bool  # False: the tree is larger than the sandbox's limits, and this is a part of it
+    complete: bool  # False: it is a part of a tree beyond the sandbox's limits, or unreadable
     deleted: tuple[str, ...] = ()  # of a checkout: files that are gone since the start
 
 
 class Sandbox(Protocol):
     """One isolated place with a writable tree at `cwd`. No network.
 
-    Every method but `close` raises SandboxError when the sandbox itself fails.
+    Every method but `close` raises SandboxError when the sandbox itself fails, and SpentError where
+    commands are known to have brought that about.
     """
 
     async def start(self, tree: Mapping[str, bytes]) -> None:
@@ -148,6 +153,7 @@ class Checkout:
     test_patch: str = ""
     test_files: dict[str, bytes] = field(default_factory=dict)
     test_command: str = ""  # bash
+    may_use_network: bool = False  # the test command, which has none here
     judge: Judge = Judge.TESTS
     expected: dict[str, str] = field(default_factory=dict)  # test to status
     episode_seconds: float | None = None  # None: as the run says

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -104,7 +105,10 @@ class JsonCalls:
         return _checked(command, BAD_COMMAND)
 
     def escape(self, command: str) -> str:
-        return json.dumps(command, ensure_ascii=False)[1:-1]
+        """Tokenizers compose characters, and an accent would change the escape that it follows."""
+        text = json.dumps(command, ensure_ascii=False)
+        is_kept = unicodedata.is_normalized("NFC", text)
+        return (text if is_kept else json.dumps(command))[1:-1]
 
 
 class XmlCalls:

@@ -30,6 +30,16 @@ class Group:
         """A process that writes its pid to each of these is in the group, with all it starts."""
         return tuple(folder / "cgroup.procs" for folder in self.folders)
 
+    def num_oom_kills(self) -> int:
+        """How many processes of it were killed because its memory was full, ever."""
+        for folder in self.folders:
+            for name in ("memory.events", "memory.oom_control"):  # v2, v1
+                with contextlib.suppress(OSError):
+                    for line in (folder / name).read_text().splitlines():
+                        if line.startswith("oom_kill "):
+                            return int(line.split()[1])
+        return 0
+
     def remove(self) -> None:
         """Removes the group, waiting a moment for its last processes to be gone."""
         for folder in self.folders:

@@ -6,7 +6,8 @@ the report are only in this process, which can't be traced and whose memory and 
 opened by its own user. Runs with a bare interpreter: few imports, all of them cheap.
 
 Input: (nonce, top-level modules of the tree, {path: source} of the tests, names, seconds), encoded
-by `wire.py`. Output: lines `NONCE ready`, then `NONCE passed|failed NAME WHY` each, `NONCE done`.
+by `wire.py`. Output: lines `NONCE ready`, then `NONCE passed|failed NUMBER WHY` each, where NUMBER
+is the name's place among the names, `NONCE done`.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def main() -> None:
     tests = Tests(our_input, our_output, deadline=deadline, modules=modules)
     sys.meta_path.insert(0, tests)  # type: ignore[arg-type]
     lines = [
-        f"{nonce} {'failed' if why else 'passed'} {name} {why!a}\n"
-        for name, why in run_tests(sources, names).items()
+        f"{nonce} {'failed' if why else 'passed'} {number} {why!a}\n"
+        for number, why in enumerate(run_tests(sources, names).values())
     ]
     for line in (*lines, f"{nonce} done\n"):
         os.write(report, line.encode())

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
 
 from contracts.runfile import Section
-from sampler_fleet.episodes.base import SandboxError, Sandboxes, Task
+from sampler_fleet.episodes.base import SandboxError, Sandboxes, SpentError, Task
 from sampler_fleet.episodes.patch import Patch, apply, screen
 from sampler_fleet.episodes.standalone import standalone
 from sampler_fleet.episodes.wire import encode
 
-_RUNNER = standalone("wire", "remote", "graderun")
-_COMMAND = f"exec python3 -I -S -B -c {shlex.quote(_RUNNER)}"
+_RUNNER = standalone("wire", "peer", "strangers", "remote", "graderun")
+RUN_TESTS = f"exec python3 -I -S -B -c {shlex.quote(_RUNNER)}"
 _CANARY = """
 import {module} as subject
 def {function}():
@@ -39,7 +39,7 @@ _GRACE_S = 10.0  # the runner ends by itself before the sandbox ends it
 class GradingLimits(Section):
     """How long hidden tests may take, of tasks that don't say it themselves."""
 
-    seconds: float = Field(default=20.0, gt=0)
+    seconds: float = Field(default=20.0, gt=0, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +69,16 @@ class Grader:
             return Verdict(passed=False, reason="nothing changed")
         exam = _Exam.of(task)
         seconds = task.test_seconds or self._limits.seconds
-        async with self._sandboxes.open(apply(start, screened.patch)) as sandbox:
-            result = await sandbox.exec(
-                _COMMAND,
-                timeout_s=seconds + _GRACE_S,
-                stdin=exam.payload(seconds),
-                max_output=_MAX_REPORT,
-            )
+        try:
+            async with self._sandboxes.open(apply(start, screened.patch)) as sandbox:
+                result = await sandbox.exec(
+                    RUN_TESTS,
+                    timeout_s=seconds + _GRACE_S,
+                    stdin=exam.payload(seconds),
+                    max_output=_MAX_REPORT,
+                )
+        except SpentError as error:  # what is graded did that
+            return Verdict(passed=False, reason=str(error))
         return exam.judge(result.output)
 
     async def grade_fix(self, task: Task) -> Verdict:
@@ -116,20 +119,11 @@ class _Exam:
 
     def judge(self, report: str) -> Verdict:
         """The verdict of a report; lines without the nonce count for nothing."""
-        lines = [
-            line.removeprefix(f"{self.nonce} ")
-            for line in report.splitlines()
-            if line.startswith(f"{self.nonce} ")
-        ]
-        if not lines or lines[0] != "ready":
-            raise SandboxError(f"the test runner did not start: {report[-500:].strip()!r}")
-        if lines[-1] != "done":
+        found, is_whole = read_report(report, self.nonce, self.names)
+        if not is_whole:
             return Verdict(passed=False, reason="the test runner was stopped")
-        results: dict[str, tuple[str, str]] = {}
-        for line in lines[1:-1]:
-            status, name, why = line.split(" ", 2)
-            results[name] = (status, why)
-        if len(lines) - 2 != len(self.names) or results.keys() != set(self.names):
+        results = {name: (status, why) for name, status, why in found}
+        if len(found) != len(self.names) or results.keys() != set(self.names):
             return Verdict(passed=False, reason="the report has other tests than were asked for")
         if results.pop(self.canary)[0] != "failed":
             return Verdict(passed=False, reason="a test that must fail did not")
@@ -137,6 +131,25 @@ class _Exam:
             if status != "passed":
                 return Verdict(passed=False, reason=f"{name}: {why}")
         return Verdict(passed=True, reason=f"{len(results)} tests passed")
+
+
+def read_report(
+    report: str, nonce: str, names: Sequence[str]
+) -> tuple[list[tuple[str, str, str]], bool]:
+    """(name, status, why) of each test in what the runner wrote, and whether it came to its end.
+
+    `names` are those that it was given. Raises SandboxError: it never got ready.
+    """
+    mark = f"{nonce} "
+    lines = [line.removeprefix(mark) for line in report.splitlines() if line.startswith(mark)]
+    if not lines or lines[0] != "ready":
+        raise SandboxError(f"the test runner did not start: {report[-500:].strip()!r}")
+    is_whole = lines[-1] == "done"
+    results = []
+    for line in lines[1:-1]:  # the last one is the end, or may be cut off
+        status, number, why = line.split(" ", 2)
+        results.append((names[int(number)], status, why))
+    return results, is_whole
 
 
 def top_level_modules(tree: Collection[str]) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
 """Calls between hidden tests and the code they test, which lives in another process.
 
-Owns both ends. The worker runs the policy's code; the tests see its modules, functions, classes and
-objects as proxies. Plain values (see `wire.py`) cross as copies, so that tests compare built-in
-objects with built-in objects in a process that never holds an object, class or line of the policy.
-Everything else stays behind as a reference to call, index, iterate or compare with its like. Must
-not judge: `grading.py` does.
+Owns both ends of what `peer.py` carries. The worker runs the policy's code; the tests see its
+modules, functions, classes and objects as proxies. Plain values (see `wire.py`) cross as copies, so
+that tests compare built-in objects with built-in objects in a process that never holds an object,
+class or line of the policy. Everything else stays behind as a reference to call, index, iterate or
+compare with its like. Must not judge: `grading.py` does.
 
 What a test may do: call functions and classes of the tree, pass its own functions, read and set
 attributes, iterate, catch the tree's exceptions, see its own lists, dicts and sets changed by a
@@ -13,8 +13,9 @@ call. What it may not: patch the standard library or capture output (the worker 
 worker could reach into the tests (`getattr`, `exec`, `pickle.loads`).
 
 What an object of the tree says of itself is its word: whether it equals another of them, is true,
-is an instance, has a member. One that says yes to everything is caught by a stranger that it
-should say no to; one that lies with care is not.
+is an instance, has a member, what it makes with an operator. One that says yes to everything is
+caught by a stranger that it should say no to (see `strangers.py`), one that gives the same whatever
+is added to it or taken from it by such operands; one that lies with care is not.
 
 Runs in a sandbox with a bare interpreter: few imports, all of them cheap.
 """
@@ -23,141 +24,31 @@ from __future__ import annotations
 
 import builtins
 import operator
-import os
-import select
 import sys
-import time
 
-from sampler_fleet.episodes.wire import decode, encode, frame
+from sampler_fleet.episodes.peer import Lost, Peer
+from sampler_fleet.episodes.strangers import (
+    NUM_WORLDS,
+    far,
+    is_proven,
+    look_alike,
+    near,
+    shuffled,
+)
+from sampler_fleet.episodes.wire import decode, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from typing import Any, NoReturn
+    from collections.abc import Callable, Collection, Sequence
+    from typing import Any
 
-_MAX_MESSAGE = 16 << 20
 _NOTHING = object()
 _ModuleType = type(sys)
 _ModuleSpec: Any = type(builtins.__spec__)  # without importing importlib
 
 
-class Lost(BaseException):
-    """The other process is gone, late or talks nonsense. No Exception: tests can't swallow it."""
-
-
-class Peer:
-    """One end. Either side may ask while it is being asked: a test's function may be called back.
-
-    `deadline` is in seconds of time.monotonic().
-    """
-
-    def __init__(self, read_fd: int, write_fd: int, deadline: float | None = None) -> None:
-        self.own: list[Any] = []  # what the other side has references to
-        self._numbers: dict[int, int] = {}  # id -> place in `own`
-        self._read_fd, self._write_fd, self._deadline = read_fd, write_fd, deadline
-        self._lost = ""
-
-    def perform(self, verb: str, *arguments: Any) -> Any:
-        """What the other side may ask for."""
-        raise NotImplementedError
-
-    def refer(self, thing: Any) -> tuple[str, int, Any]:
-        """(kind, number, more) of a thing that can't cross."""
-        raise NotImplementedError
-
-    def resolve(self, kind: str, number: int, more: Any) -> Any:
-        """What stands here for a thing of the other side, or the own thing that comes back."""
-        raise NotImplementedError
-
-    def exception(self, kind: Any, arguments: tuple[Any, ...], number: int) -> BaseException:
-        """The exception to raise for one that was raised over there."""
-        raise NotImplementedError
-
-    def number(self, thing: Any) -> int:
-        if id(thing) not in self._numbers:
-            self._numbers[id(thing)] = len(self.own)
-            self.own.append(thing)
-        return self._numbers[id(thing)]
-
-    def ask(self, verb: str, *arguments: Any) -> Any:
-        """Lets the other side perform `verb`; returns its result or raises its exception."""
-        self._write(encode(("ask", verb, arguments), self.refer))
-        while True:
-            kind, *rest = self.receive()
-            if kind == "ask":
-                self.answer(*rest)
-            elif kind == "value":
-                return rest[0]
-            else:
-                raise self.exception(*rest)
-
-    def answer(self, verb: str, arguments: tuple[Any, ...]) -> None:
-        try:
-            reply = encode(("value", self.perform(verb, *arguments)), self.refer)
-        except Lost:
-            raise
-        except BaseException as error:
-            reply = encode(("error", *self._describe(error)))
-        self._write(reply)
-
-    def receive(self) -> Any:
-        size = int.from_bytes(self._read(4), "big")
-        if size > _MAX_MESSAGE:
-            self._lose("a message is too long")
-        try:
-            return decode(self._read(size), self.resolve)
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            self._lose(f"a message can't be read: {error!r}")
-
-    def describe_class(self, kind: type[BaseException]) -> tuple[str, list[tuple[int, str]]]:
-        """The built-in class it is or comes from; (number, name) of each class down to it."""
-        below: list[tuple[int, str]] = []
-        for base in kind.__mro__:
-            if getattr(builtins, base.__name__, None) is base:
-                return base.__name__, below[::-1]
-            below.append((self.number(base), base.__name__))
-        raise AssertionError("every exception comes from BaseException")
-
-    def _describe(self, error: BaseException) -> tuple[Any, tuple[Any, ...], int]:
-        """An exception as plain values: its class, its arguments, and itself to ask for more."""
-        try:
-            arguments = error.args
-            encode(arguments)
-        except Exception:
-            arguments = (str(error),)
-        return self.describe_class(type(error)), arguments, self.number(error)
-
-    def _write(self, data: bytes) -> None:
-        view = memoryview(frame(data))
-        while view:
-            self._wait(self._write_fd, select.POLLOUT)
-            try:
-                view = view[os.write(self._write_fd, view[: select.PIPE_BUF]) :]
-            except OSError:
-                self._lose("the code under test ended its process")
-
-    def _read(self, num_bytes: int) -> bytes:
-        data = b""
-        while len(data) < num_bytes:
-            self._wait(self._read_fd, select.POLLIN)
-            part = os.read(self._read_fd, num_bytes - len(data))
-            if not part:
-                self._lose("the code under test ended its process")
-            data += part
-        return data
-
-    def _wait(self, fd: int, event: int) -> None:
-        if self._lost:
-            raise Lost(self._lost)
-        if self._deadline is not None:
-            poll = select.poll()
-            poll.register(fd, event)
-            if not poll.poll(max(0.0, self._deadline - time.monotonic()) * 1000):
-                self._lose("the time is up")
-
-    def _lose(self, why: str) -> NoReturn:
-        self._lost = why
-        raise Lost(why)
+class Unproven(BaseException):
+    """An object's word counts for nothing. No Exception: it is no failure that a test expects."""
 
 
 # --- the worker's end --------------------------------------------------------------------------
@@ -168,10 +59,11 @@ def _import(name: str) -> Any:
     return sys.modules[name]
 
 
-_OPERATORS = (
-    *("lt", "le", "gt", "ge", "getitem", "setitem", "delitem", "neg", "pos", "abs"),
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "xor", "invert"),
+_ARITHMETIC = (
+    *("neg", "pos", "abs", "invert", "add", "sub", "mul", "truediv", "floordiv", "mod"),
+    *("and_", "or_", "xor"),
 )
+_OPERATORS = ("lt", "le", "gt", "ge", "getitem", "setitem", "delitem", *_ARITHMETIC)
 _VERBS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: kind for kind in (getattr, setattr, isinstance, iter, next, len, repr)},
     **{kind.__name__: kind for kind in (str, int, float, bool)},
@@ -255,10 +147,20 @@ class Callback:
 
 
 class Proxy:
-    """An object in the worker. Equal to plain values only where it extends a built-in type."""
+    """An object in the worker. Equal to plain values only where it extends a built-in type.
 
-    def __init__(self, peer: Tests, number: int, content: Any = _NOTHING) -> None:
-        self.__dict__.update(_peer=peer, _number=number, _content=content)
+    One that an operator made with a plain value has twins: (what was made with its look-alike,
+    how far apart numbers from the two must be to differ) for each.
+    """
+
+    def __init__(
+        self,
+        peer: Tests,
+        number: int,
+        content: Any = _NOTHING,
+        twins: Sequence[tuple[Any, float]] = (),
+    ) -> None:
+        self.__dict__.update(_peer=peer, _number=number, _content=content, _twins=twins)
 
     def __getattr__(self, name: str) -> Any:
         return self._peer.ask("getattr", self, name)
@@ -298,6 +200,13 @@ def _forward(verb: str) -> Callable[..., Any]:
     return method
 
 
+def _forward_doubted(verb: str) -> Callable[..., Any]:
+    def method(self: Proxy, *arguments: Any) -> Any:
+        return self._peer.doubt(verb, self, *arguments)
+
+    return method
+
+
 def _forward_order(verb: str) -> Callable[..., Any]:
     def method(self: Proxy, other: Any) -> Any:
         if isinstance(other, Proxy):
@@ -309,9 +218,14 @@ def _forward_order(verb: str) -> Callable[..., Any]:
     return method
 
 
-for _verb in (*_OPERATORS, "index", "iter", "next", "len", "repr", "str", "int", "float", "bool"):
-    _make = _forward_order if _verb in ("lt", "le", "gt", "ge") else _forward
-    setattr(Proxy, f"__{_verb.rstrip('_')}__", _make(_verb))
+_MAKERS = {
+    _forward: ("getitem", "setitem", "delitem", "iter", "next"),
+    _forward_order: ("lt", "le", "gt", "ge"),
+    _forward_doubted: (*_ARITHMETIC, "index", "len", "repr", "str", "int", "float", "bool"),
+}
+for _make, _verbs in _MAKERS.items():
+    for _verb in _verbs:
+        setattr(Proxy, f"__{_verb.rstrip('_')}__", _make(_verb))
 
 
 class RemoteModule(_ModuleType):
@@ -391,13 +305,50 @@ class Tests(Peer):
         return kind
 
     def says_yes(self, verb: str, proxy: Proxy, thing: object) -> bool:
-        """Whether an object answers True to `thing`, and not to a stranger as well."""
-        if self.ask(verb, proxy, thing) is not True:
+        """Whether an object answers True to `thing`, and not to all strangers as well."""
+        if self.ask(verb, proxy, thing) is not True:  # first: an iterator looks only once
             return False
+        # An exception: it was looked at, and was nothing that can be compared.
+        strangers = far(thing) or [_stranger]
+        return any(self._answer(verb, proxy, stranger) is not True for stranger in strangers)
+
+    def doubt(self, verb: str, *operands: Any) -> Any:
+        """What an operator gives; Unproven if it gives the same for what a test never meant."""
+        worlds = [operands, *(_in_world(operands, world) for world in range(NUM_WORLDS))]
+        is_alone = all(one is other for one, other in zip(operands, worlds[1], strict=True))
+        # Zero times anything is zero, and no test multiplies to compare.
+        if is_alone or (verb == "mul" and not _have_twins(operands)):
+            return self.ask(verb, *operands)
+        answers: list[Any] = [None] * len(worlds)
+        for place in shuffled(len(worlds)):
+            answers[place] = self._answer(verb, *worlds[place])
+        answer, *others = answers
+        if isinstance(answer, BaseException):
+            raise answer
+        twins = [
+            (
+                _NOTHING if isinstance(other, BaseException) else other,  # which can't be handed on
+                near(verb, operands[-1], there[-1], before),
+            )
+            for other, there, before in zip(others, worlds[1:], _nearness(operands), strict=True)
+        ]
+        plain = _plain_of(answer)
+        if plain is not _NOTHING and not _is_builtin(verb, operands, plain):
+            known = [(_plain_of(other), tolerance) for other, tolerance in twins]
+            if not is_proven(verb, plain, known):
+                raise Unproven(f"an object gives {plain!r:.40} to {verb!r} whatever it is given")
+        if isinstance(answer, Proxy):
+            return Proxy(self, answer._number, answer._content, twins)
+        return answer
+
+    def _answer(self, verb: str, *operands: Any) -> Any:
+        """What the other side answers, or what it raised."""
         try:
-            return self.ask(verb, proxy, _stranger) is not True
-        except Exception:
-            return True  # it was looked at, and was nothing that can be compared
+            return self.ask(verb, *operands)
+        except Lost:
+            raise
+        except BaseException as error:
+            return error
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         if name.partition(".")[0] in self._modules:
@@ -409,6 +360,39 @@ class Tests(Peer):
 
     def exec_module(self, module: RemoteModule) -> None:
         """The worker ran it when it was created."""
+
+
+def _in_world(operands: tuple[Any, ...], world: int) -> tuple[Any, ...]:
+    """The operands as they would be had the test other values."""
+    return tuple(
+        thing._twins[world][0] if _have_twins([thing]) else look_alike(thing, world)
+        for thing in operands
+    )
+
+
+def _nearness(operands: tuple[Any, ...]) -> list[float]:
+    """Of each world, what its twins must be apart already."""
+    twins = [thing._twins for thing in operands if _have_twins([thing])]
+    return [max((t[world][1] for t in twins), default=0.0) for world in range(NUM_WORLDS)]
+
+
+def _have_twins(things: Sequence[Any]) -> bool:
+    return any(isinstance(thing, Proxy) and thing._twins for thing in things)
+
+
+def _plain_of(thing: Any) -> Any:
+    return thing._content if isinstance(thing, Proxy) else thing
+
+
+def _is_builtin(verb: str, operands: tuple[Any, ...], answer: Any) -> bool:
+    """Whether it is what the built-in type gives that an object extends."""
+    contents = [_plain_of(operand) for operand in operands]
+    if _NOTHING in contents:
+        return False
+    try:
+        return bool(_VERBS[verb](*contents) == answer)
+    except Exception:
+        return False
 
 
 def _stranger() -> None:

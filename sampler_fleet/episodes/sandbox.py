@@ -21,16 +21,17 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
 from contracts.errors import BadInputError
 from contracts.runfile import Section
 from sampler_fleet.episodes import cgroup
-from sampler_fleet.episodes.base import SandboxError
+from sampler_fleet.episodes.base import SandboxError, SpentError
 from sampler_fleet.episodes.seccomp import make_filter
 from sampler_fleet.episodes.standalone import standalone
-from sampler_fleet.episodes.supervised import Supervised, encode_path
+from sampler_fleet.episodes.supervised import GRACE_S, Supervised, encode_path
 from sampler_fleet.episodes.uids import FIRST_UID, Uid
 
 _log = logging.getLogger(__name__)
@@ -271,6 +272,7 @@ class BubblewrapSandbox(Supervised):
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._errors = -1  # what bwrap and the supervisor complain of
+        self._oom_kills = 0  # of the group, up to the last reply
 
     @property
     def pid(self) -> int:
@@ -306,7 +308,26 @@ class BubblewrapSandbox(Supervised):
             raise
         finally:
             theirs.close()
-        await self.ask(limits, files, timeout_s=self._limits.start_seconds)
+        await super().ask(limits, files, timeout_s=self._limits.start_seconds)
+        self._oom_kills = self._num_oom_kills()
+
+    async def ask(self, *request: Any, timeout_s: float = GRACE_S) -> Any:
+        """As for all; SpentError if commands filled the memory that the supervisor is in, too.
+
+        They are killed before it is. But what the kernel keeps for them, such as the names in a
+        tmpfs, stays.
+        """
+        try:
+            result = await super().ask(*request, timeout_s=timeout_s)
+        except SandboxError as error:
+            if self._num_oom_kills() > self._oom_kills:
+                raise SpentError(f"its commands used up its memory: {error}") from error
+            raise
+        self._oom_kills = self._num_oom_kills()
+        return result
+
+    def _num_oom_kills(self) -> int:
+        return self._group.num_oom_kills() if self._group else 0
 
     async def close(self) -> None:
         transport, process, errors = self._transport, self._process, self._errors

@@ -12,6 +12,7 @@ later one is (verb, arguments...), answered by ("ok", result) or ("refused", rea
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import select
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 _PR_SET_DUMPABLE = 4
 _SIGKILL = 9
 _TIMED_OUT, _FLOODED, _NOT_STARTED = 124, 125, 126
+_FULL = (errno.EAGAIN, errno.ENOMEM)  # as many processes, or as much memory, as is allowed
 _CHUNK = 1 << 20  # no less than a pipe holds: one read takes all there is
 _MAX_ENTRIES = 10_000  # of a tree
+SNAPSHOT_S = 120.0  # the host waits longer for one
 _MAX_FILES = 256  # open at once, of a process
 _NO_FOLLOW = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -113,12 +116,12 @@ class Supervisor:
         output = Output(max_output)
         try:
             pid, out = self._spawn(command, stdin)
+            code, timed_out = self._watch(pid, out, output, deadline)
         except (OSError, ValueError) as error:
-            if isinstance(error, BlockingIOError):  # as many processes as are allowed
+            if getattr(error, "errno", 0) in _FULL:
                 self._kill_all()
             output.add(f"bash: cannot start: {error}\n".encode())
-            return _NOT_STARTED, False, output.num_bytes, output.text()
-        code, timed_out = self._watch(pid, out, output, deadline)
+            code, timed_out = _NOT_STARTED, False
         return code, timed_out, output.num_bytes, output.text()
 
     def _spawn(self, command: bytes, stdin: bytes) -> tuple[int, int]:
@@ -241,11 +244,11 @@ class Supervisor:
         while folders:
             folder = folders.pop()
             try:
-                entries = list(os.scandir(folder or b"."))
+                entries = os.scandir(folder or b".")
             except OSError:
                 special.append(folder)
                 continue
-            for entry in entries:
+            for entry in entries:  # one by one: all their names may be more than memory holds
                 path = folder + b"/" + entry.name if folder else entry.name
                 num_entries += 1
                 try:

@@ -1,4 +1,4 @@
-"""The system calls that a sandbox refuses, as a seccomp filter for bubblewrap.
+"""The system calls that a sandbox refuses, as a seccomp filter.
 
 Owns the list and its assembly into classic BPF (linux/seccomp.h, linux/filter.h). It has only what
 namespaces, user ids and the supervisor's own state leave open:
@@ -7,6 +7,8 @@ namespaces, user ids and the supervisor's own state leave open:
 - SysV shared memory belongs to no process, so that nothing frees it when memory runs out;
 - limits and priorities of pid 1: it has the same user id as the commands, and whoever starves it
   makes a failure of the infrastructure out of a reward of 0.
+
+Bubblewrap installs it; in a container the supervisor does, so that this runs there, too.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from __future__ import annotations
 import platform
 import struct
 
-_REFUSED = ("add_key", "request_key", "keyctl", "shmget")
+_REFUSED = ("add_key", "request_key", "keyctl")
+_SHARED_MEMORY = "shmget"
 _NOT_OF_PID_1 = (
     *("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setattr", "sched_setaffinity"),
 )
@@ -43,8 +46,11 @@ _ALLOW, _EPERM, _ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
 _X32 = 0x40000000  # numbers of the x32 ABI begin here
 
 
-def make_filter(machine: str = platform.machine()) -> bytes:
-    """The program for `bwrap --seccomp`; b"" for a machine whose numbers aren't known."""
+def make_filter(machine: str = platform.machine(), *, shared_memory: bool = False) -> bytes:
+    """The filter's instructions; b"" for a machine whose numbers aren't known.
+
+    `shared_memory` allows that of SysV: a container's ends with the container.
+    """
     if machine not in _ARCHITECTURES:
         return b""
     architecture, numbers = _ARCHITECTURES[machine]
@@ -54,7 +60,7 @@ def make_filter(machine: str = platform.machine()) -> bytes:
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _ENOSYS),
     ]
-    for name in _REFUSED:
+    for name in _REFUSED if shared_memory else (*_REFUSED, _SHARED_MEMORY):
         program += [(_EQUAL, 0, 1, numbers[name]), (_RETURN, 0, 0, _EPERM)]
     for name in _NOT_OF_PID_1:
         program += _case(numbers[name], _if(_ARGUMENT_0, 1, _EPERM))

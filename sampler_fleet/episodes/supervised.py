@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from sampler_fleet.episodes.base import ExecResult, SandboxError, Snapshot
+from sampler_fleet.episodes.sandbox_supervisor import SNAPSHOT_S
 from sampler_fleet.episodes.wire import decode, encode, frame
 
 GRACE_S = 30.0  # the supervisor keeps the time; this long after, it is taken for dead
@@ -72,7 +73,11 @@ class Supervised:
         await self.ask("write", encode_path(path), data)
 
     async def snapshot(self) -> Snapshot:
-        files, special, complete, *deleted = await self.ask("snapshot")
+        try:
+            reply = await self.ask("snapshot", timeout_s=SNAPSHOT_S + GRACE_S)
+        except OSError:  # what commands left can't be read
+            return Snapshot(files={}, special=(), complete=False)
+        files, special, complete, *deleted = reply
         return Snapshot(
             files={decode_path(path): data for path, data in files.items()},
             special=tuple(decode_path(path) for path in special),

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from contracts.errors import check_name
-from contracts.types import Ending, Trajectory
+from contracts.types import Trajectory
 from sampler_fleet.openai.refusal import Refusal, ended
 from sampler_fleet.openai.request import Outcome
 from sampler_fleet.openai.session import Policy, Session
@@ -27,17 +27,22 @@ log = logging.getLogger(__name__)
 MAX_SESSIONS = 4096
 GROUP_S = 24 * 3600.0  # then the sessions that are still open end
 SWEEP_S = 1.0
+MAX_ENDED = 4096  # groups, for clients that come again
 BEHIND_S = 10  # until somebody who was refused may come back
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What is open at once and for how long, in seconds; groups wait while `is_behind`."""
+    """What is open at once and for how long, in seconds; groups wait while `is_behind`.
+
+    The sessions of the last `max_ended` groups stay known.
+    """
 
     group_size: int
     idle_s: float
     group_s: float = GROUP_S
     max_sessions: int = MAX_SESSIONS
+    max_ended: int = MAX_ENDED
     is_behind: Callable[[], bool] = lambda: False
 
 
@@ -48,6 +53,7 @@ class Group:
     group_id: str
     task_id: str
     opened: float
+    names: tuple[str, ...]  # of all its sessions
     sessions: dict[str, Session]  # that are open
     done: asyncio.Future[int]
     outcomes: dict[str, Outcome] = field(default_factory=dict)  # as they were judged
@@ -68,12 +74,16 @@ class Groups:
         new_id: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`new_id` gives names that are never given twice, and that nobody guesses."""
+        """`new_id` gives names that are never given twice, and that nobody guesses.
+
+        Groups and sessions have them: whoever knows one session does not know its siblings.
+        """
         self._policy, self._spool, self._limits = policy, spool, limits
         self._seed, self._counters = seed, counters
         self._new_id, self._clock = new_id, clock
         self._groups: dict[str, Group] = {}
         self._of: dict[str, Group] = {}  # by session
+        self._ended: deque[Group] = deque()
         self._complete: asyncio.Queue[Group] = asyncio.Queue()
 
     def open(self, task_id: str) -> Group:
@@ -92,11 +102,13 @@ class Groups:
             sentence = "The trainer has groups enough to train on; open this one later."
             raise Refusal(429, "trainer_behind", sentence, again_s=BEHIND_S)
         group_id = self._new_id()
-        names = [f"openai.{group_id}.{index}" for index in range(self._limits.group_size)]
+        size = self._limits.group_size
+        names = tuple(f"openai.{group_id}.{self._new_id()}" for _ in range(size))
         group = Group(
             group_id=group_id,
             task_id=task_id,
             opened=self._clock(),
+            names=names,
             sessions={name: self._session(name) for name in names},
             done=asyncio.get_running_loop().create_future(),
         )
@@ -115,7 +127,7 @@ class Groups:
     async def finish(self, session_id: str, outcome: Outcome) -> Group:
         """Ends a session as it was judged; whoever ends a group's last waits until it is durable.
 
-        The same call again changes nothing.
+        The same outcome again changes nothing, also when the group has ended.
 
         Raises:
             Refusal: no such session, one that has ended another way or belongs to another group, a
@@ -128,8 +140,10 @@ class Groups:
         if session_id in group.sessions:
             self._judge(group, session_id, outcome)
             await self._policy.end_session(session_id)
-        elif group.outcomes.get(session_id) != outcome:
-            raise Refusal(409, "session_ended", "The session has ended in another way.")
+        else:
+            known = group.outcomes.get(session_id)
+            if known is None or known.judged != outcome.judged:
+                raise Refusal(409, "session_ended", "The session has ended in another way.")
         if not group.sessions:
             await asyncio.shield(group.done)
         return group
@@ -159,23 +173,22 @@ class Groups:
     def _group_of(self, session_id: str) -> Group:
         group = self._of.get(session_id)
         if group is None:
-            sentence = "There is no such session: its group has ended, or was of another gateway."
+            sentence = (
+                "There is no such session: its group ended long ago, or was of another gateway."
+            )
             raise Refusal(404, "session_not_found", sentence)
         return group
 
     def _judge(self, group: Group, session_id: str, outcome: Outcome) -> None:
         session = group.sessions[session_id]
-        if outcome.reward is None:
+        reward, ending = outcome.judged
+        if reward is None:
             self._counters["openai_sessions_failed"] += 1
         elif not session.num_turns:
             sentence = "A session without a reply can't have a reward; finish it with null."
             raise Refusal(409, "session_empty", sentence, param="reward")
         else:
-            trajectory = session.trajectory(
-                task_id=group.task_id,
-                reward=outcome.reward,
-                ending=Ending(outcome.ending or Ending.SUBMITTED),
-            )
+            trajectory = session.trajectory(task_id=group.task_id, reward=reward, ending=ending)
             group.trajectories.append(trajectory)
             self._counters["openai_sessions_finished"] += 1
         group.outcomes[session_id] = outcome
@@ -217,6 +230,10 @@ class Groups:
             else:
                 sequence = await self._spool.append(group.task_id, group.trajectories)
                 self._counters["openai_groups_completed"] += 1
-            del self._groups[group.group_id]
-            self._of = {name: other for name, other in self._of.items() if other is not group}
+            group.trajectories.clear()
             group.done.set_result(sequence)
+            del self._groups[group.group_id]
+            self._ended.append(group)
+            if len(self._ended) > self._limits.max_ended:
+                for name in self._ended.popleft().names:
+                    del self._of[name]

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from contracts.types import Ending
 from sampler_fleet.openai.refusal import Refusal
 
 MODEL = "policy"  # whatever its version
@@ -99,6 +100,12 @@ class Outcome(_Shape):
     reward: float | None = Field(allow_inf_nan=False)
     ending: Literal["submitted", "format_errors", "turn_limit", "length", "timeout"] | None = None
     group: str | None = None
+
+    @property
+    def judged(self) -> tuple[float | None, Ending]:
+        """Reward and ending, by which outcomes are compared; without a reward no ending counts."""
+        named = None if self.reward is None else self.ending
+        return self.reward, Ending(named or Ending.SUBMITTED)
 
 
 class GroupBody(_Shape):

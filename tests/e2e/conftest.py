@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from trainer_jax.hf import save_checkpoint
 from trainer_jax.metrics import METRICS_FILE, read_metrics
 from trainer_jax.models.config import ModelConfig
-from trainer_jax.models.qwen3_moe import init_params
+from trainer_jax.models.parameters import init_params
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_FILE = """

@@ -135,3 +135,4 @@ def test_a_killed_evaluation_goes_on_and_its_patches_are_graded_again(source, tm
     again = {(r["task_id"], r["sample"]): r["passed"] for r in read_records(out / REGRADED)}
     assert again == {(r["task_id"], r["sample"]): r["reward"] == 1.0 for r in saved}
     assert f"{len(saved)} patches graded again, {len(saved)} verdicts as before" in text
+    assert f"; {len(saved)} graded in this call; " in text

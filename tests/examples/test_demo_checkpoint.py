@@ -8,7 +8,7 @@ from pathlib import Path
 from sampler_fleet.episodes.tokenizer import write_tokenizer
 from trainer_jax.config import load_run
 from trainer_jax.hf import load_checkpoint
-from trainer_jax.models.qwen3_moe import count_parameters
+from trainer_jax.models.parameters import count_parameters
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CHECKPOINT = EXAMPLES / "demo-checkpoint"

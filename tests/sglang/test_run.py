@@ -11,7 +11,7 @@ from tests.e2e.conftest import RUN_FILE, Run, tiny_checkpoint
 from tests.sglang.conftest import PYTHON
 from trainer_jax.hf import load_config, save_checkpoint
 from trainer_jax.metrics import read_metrics
-from trainer_jax.models.qwen3_moe import init_params
+from trainer_jax.models.parameters import init_params
 
 __all__ = ["tiny_checkpoint"]  # a fixture
 

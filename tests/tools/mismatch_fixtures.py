@@ -34,7 +34,8 @@ from tools.mismatch_report import __main__ as mismatch_report
 from trainer_jax.checkpoint import Checkpoints, Position
 from trainer_jax.hf import save_checkpoint
 from trainer_jax.models.config import ModelConfig
-from trainer_jax.models.qwen3_moe import Params, head_weight, hidden_states, init_params
+from trainer_jax.models.decoder import head_weight, hidden_states
+from trainer_jax.models.parameters import Params, init_params
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo-checkpoint"
 MODEL = ModelConfig(

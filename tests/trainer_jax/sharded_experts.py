@@ -16,7 +16,7 @@ from tests.trainer_jax.test_experts import (
     run_jit,
 )
 from trainer_jax.mesh import BATCH_AXES, make_mesh
-from trainer_jax.models.dispatch import expert_ffn
+from trainer_jax.models.dispatch import MATRICES, mesh_ffn
 
 
 def dispatched(experts_NxX, inputs, direction_NxD, want) -> int:
@@ -33,7 +33,14 @@ def dispatched(experts_NxX, inputs, direction_NxD, want) -> int:
             (experts_NxX, *inputs, direction_NxD), (rows, rows, rows, split, split, split, rows)
         )
         for dispatch in ("gather", "all-to-all"):
-            ffn = expert_ffn(mesh, BATCH_AXES, impl="blocks", dispatch=dispatch)
+            tokens = PartitionSpec(BATCH_AXES)
+            ffn = jax.shard_map(
+                mesh_ffn(mesh, impl="blocks", dispatch=dispatch),
+                mesh=mesh,
+                in_specs=(tokens, tokens, tokens, *MATRICES),
+                out_specs=tokens,
+                check_vma=False,
+            )
             assert_near(run_jit(ffn, *arguments), want, 1e-5)
             num_runs += 1
     return num_runs

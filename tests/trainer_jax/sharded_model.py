@@ -13,7 +13,8 @@ import numpy as np
 from contracts.errors import BadInputError
 from trainer_jax.mesh import batch_sharding, make_mesh, param_shardings
 from trainer_jax.models.config import ComputeConfig, ModelConfig
-from trainer_jax.models.qwen3_moe import head_weight, hidden_states, init_params
+from trainer_jax.models.decoder import head_weight, hidden_states
+from trainer_jax.models.parameters import init_params
 
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,

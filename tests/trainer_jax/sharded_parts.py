@@ -11,6 +11,7 @@ import pytest
 
 from tests.trainer_jax.sharded_model import CONFIG
 from tests.trainer_jax.test_hf import contents, random_params
+from trainer_jax.checkpoint import Checkpoints, Position
 from trainer_jax.hf import save_checkpoint
 from trainer_jax.mesh import make_mesh, param_shardings, place
 from trainer_jax.parts import own_parts
@@ -49,3 +50,17 @@ def test_a_written_part_is_released(tmp_path):
     parts = own_parts(spread(random_params(CONFIG), {"fsdp": 4}))
     save_checkpoint(tmp_path / "model", CONFIG, parts)
     assert all(part.on_host().size == 0 for part in parts)
+
+
+def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path):
+    params = random_params(CONFIG, seed=5)
+    position = Position(run="r", step=1, version=2, sequence=3, seed=0, elapsed_seconds=0.0)
+    saved = Checkpoints(tmp_path, keep=1)
+    saved.save(spread(params, {"fsdp": 4, "tensor": 2}), position)
+    saved.close()
+    like = spread(jax.tree.map(np.zeros_like, params), {"data": 2, "expert": 4})
+    restored, found = Checkpoints(tmp_path, keep=1).restore(like)
+    assert found == position
+    for got, want, other in zip(*map(jax.tree.leaves, (restored, params, like)), strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert got.sharding == other.sharding

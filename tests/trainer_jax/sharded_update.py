@@ -23,7 +23,8 @@ def main() -> None:
         ({"fsdp": 8}, LossConfig(), plain),
         ({"fsdp": 2, "expert": 2, "tensor": 2}, LossConfig(arm="sc+mis"), plain),
         ({"data": 2, "expert": 4}, LossConfig(), all_to_all),
-        ({"expert": 4, "tensor": 2}, LossConfig(), plain),
+        ({"context": 4, "tensor": 2}, LossConfig(), plain),
+        ({"fsdp": 2, "expert": 2, "context": 2}, LossConfig(), plain),
     ]
     for shape, loss, compute in cases:
         groups = random_groups(whole=loss.replay)

@@ -223,6 +223,13 @@ def test_a_run_may_begin_without_samplers_if_they_are_scaled(run_file):
         ),
         (["cluster.processes=2"], "cluster: .*coordinator"),
         (
+            [
+                *("train.row_tokens=100", "mesh.context=3"),
+                *("cluster.processes=3", "cluster.coordinator='a:1'"),
+            ],
+            r"train\.row_tokens: expected a multiple of mesh\.context, 3, found 100",
+        ),
+        (
             ['fleet.groups=[{name = "a", weight_format = "bf16", provider = "modal"}]'],
             r"group a, provider: expected local, or run\.gateway .*found modal",
         ),

@@ -22,7 +22,7 @@ from tests.trainer_jax.random_trajectories import random_trajectory
 from trainer_jax.config import EvaluationSection
 from trainer_jax.evaluate import evaluate_missing, pass_at_k, summarize
 from trainer_jax.evaluate_records import Episode, EvaluationRecords, Settings
-from trainer_jax.evaluate_regrade import by_verdicts, changes
+from trainer_jax.evaluate_regrade import by_verdicts, changes, latest
 from trainer_jax.evaluate_report import EVALUATION, REPORT, Result, print_result, write_result
 from trainer_jax.evaluate_source import Policy, Request, find_policy, find_tasks, read_sections
 from trainer_jax.models.config import ModelConfig
@@ -330,6 +330,16 @@ class TestRegrading:
             ("a", "1", "passed", "failed", "passed: False"),
             ("b", "0", "failed", "not graded", "away"),
         ]
+
+    def test_the_last_verdict_on_a_patch_that_is_there_counts(self):
+        keys = [("a", 0), ("a", 0), ("b", 0), ("b", 1), ("b", 2)]
+        regraded = [{"task_id": t, "sample": s, "n": n} for n, (t, s) in enumerate(keys)]
+        records = [
+            {"task_id": "a", "sample": 0, "reward": 1.0, "patch": {}},
+            {"task_id": "b", "sample": 0, "reward": None, "patch": {}},  # lost
+            {"task_id": "b", "sample": 1, "reward": 0.0, "patch": None},
+        ]
+        assert latest(regraded, records) == {("a", 0): regraded[1]}
 
     def test_rates_are_of_the_second_grading(self):
         result = result_of(

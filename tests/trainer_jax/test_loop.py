@@ -28,7 +28,7 @@ from trainer_jax.hf import load_checkpoint, save_checkpoint
 from trainer_jax.loop import refusal, staleness, train
 from trainer_jax.metrics import read_metrics
 from trainer_jax.models.config import ModelConfig
-from trainer_jax.models.qwen3_moe import init_params
+from trainer_jax.models.parameters import init_params
 from trainer_jax.rollouts import GroupStream, RolloutClient
 from trainer_jax.run_directory import RunDirectory
 from trainer_jax.step import PendingMetrics

@@ -6,15 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from contracts.errors import BadInputError
-from tests.trainer_jax import sharded_parts
 from trainer_jax.mesh import AXES, batch_sharding, make_mesh, parameter_spec
-from trainer_jax.models.qwen3_moe import PARAMETERS
+from trainer_jax.models.parameters import PARAMETERS
 
 
 def on_eight_devices(module: str, *arguments: str) -> str:
@@ -32,9 +32,11 @@ def on_eight_devices(module: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_exports_are_written_part_by_part():
-    said = on_eight_devices("pytest", "-p", "no:cacheprovider", sharded_parts.__file__)
-    assert said.count(".") >= 13, said
+@pytest.mark.parametrize(("name", "num"), [("sharded_parts.py", 14), ("sharded_context.py", 3)])
+def test_on_several_devices(name, num):
+    file = str(Path(__file__).with_name(name))
+    said = on_eight_devices("pytest", "-p", "no:cacheprovider", file)
+    assert said.count(".") >= num, said
 
 
 @pytest.mark.slow
@@ -57,7 +59,7 @@ def test_axes_left_out_have_size_one():
 @pytest.mark.parametrize(
     ("shape", "sentence"),
     [
-        ({"data": 1, "rows": 1}, "mesh axes: expected data, fsdp, expert, tensor, found rows"),
+        ({"data": 1, "rows": 1}, "expected data, fsdp, expert, tensor, context, found rows"),
         ({"data": 0}, "mesh sizes: expected at least 1"),
         ({"expert": jax.device_count() + 1}, f"at most {jax.device_count()} devices"),
     ],

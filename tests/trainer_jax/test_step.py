@@ -23,7 +23,8 @@ from trainer_jax.batch import pack
 from trainer_jax.loss import LossConfig, objective_from_logits
 from trainer_jax.mesh import make_mesh
 from trainer_jax.models.config import ModelConfig
-from trainer_jax.models.qwen3_moe import head_weight, hidden_states, init_params
+from trainer_jax.models.decoder import head_weight, hidden_states
+from trainer_jax.models.parameters import init_params
 from trainer_jax.records import RecordRules
 from trainer_jax.step import EXACT, make_update, round_at_random
 
@@ -390,4 +391,4 @@ def test_eight_devices_make_the_same_update():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == {"meshes": 6}
+    assert json.loads(done.stdout) == {"meshes": 7}

@@ -35,7 +35,7 @@ from trainer_jax.config import ModelSection
 from trainer_jax.hf import load_checkpoint, load_config
 from trainer_jax.loss import LossConfig
 from trainer_jax.models.config import ComputeConfig, ModelConfig
-from trainer_jax.models.qwen3_moe import Params
+from trainer_jax.models.parameters import Params
 from trainer_jax.run_directory import RECORD
 from weight_sync.manifest import NAME as MANIFEST
 from weight_sync.manifest import read_manifest

@@ -29,7 +29,8 @@ from trainer_jax.batch import Batch, BatchShape, TokenBucket, pack
 from trainer_jax.head import candidate_logits
 from trainer_jax.loss import LogBand, Position, SamplerRecord, position_of, token_objective
 from trainer_jax.models.config import ComputeConfig, ModelConfig
-from trainer_jax.models.qwen3_moe import Params, head_weight, hidden_states
+from trainer_jax.models.decoder import head_weight, hidden_states
+from trainer_jax.models.parameters import Params
 from trainer_jax.records import LOGP_TOLERANCE, MASS_TOLERANCE, RecordRules, check_trajectory
 
 _ROW_TOKENS = 64  # rows are this long, or the next power-of-two multiple

@@ -34,24 +34,35 @@ def attend(q_BxTxHxA, k_BxTxJxA, v_BxTxJxA, segments_BxT, *, chunk: int = CHUNK)
     The tokens of a segment are contiguous in their row. Memory beyond the arguments is linear in T;
     time is quadratic in the length of segments, not of rows.
     """
-    B, T, H, A = q_BxTxHxA.shape
-    J = k_BxTxJxA.shape[2]
+    T = q_BxTxHxA.shape[1]
     chunk = min(chunk, T)
     # what fills the last chunk is a segment of its own, to which no token attends
     pad = [(0, 0), (0, -T % chunk)]
-    q, k, v = (
-        jnp.pad(x, [*pad, (0, 0), (0, 0)])
-        for x in (q_BxTxHxA * jnp.asarray(A**-0.5, q_BxTxHxA.dtype), k_BxTxJxA, v_BxTxJxA)
-    )
+    q, k, v = (jnp.pad(x, [*pad, (0, 0), (0, 0)]) for x in (q_BxTxHxA, k_BxTxJxA, v_BxTxJxA))
     segments = jnp.pad(segments_BxT, pad, constant_values=-1)
+    return attend_from(jnp.int32(0), q, k, v, segments, chunk=chunk)[:, :T]
+
+
+def attend_from(
+    start: jax.Array, q_BxTxHxA, k_BxSxJxA, v_BxSxJxA, segments_BxS, *, chunk: int = CHUNK
+) -> jax.Array:
+    """As `attend`, for queries that begin at token `start` of a row of S; all of these multiples of
+    the chunk.
+    """
+    B, T, H, A = q_BxTxHxA.shape
+    J = k_BxSxJxA.shape[2]
+    q_BxTxHxA = q_BxTxHxA * jnp.asarray(A**-0.5, q_BxTxHxA.dtype)
+    first_n = _first_chunks(segments_BxS, chunk)
+    offset, num = start // chunk, T // chunk
     out = _attend(
-        _to_chunks(q, J, chunk),
-        _to_chunks(k, J, chunk),
-        _to_chunks(v, J, chunk),
-        segments.reshape(B, -1, chunk).swapaxes(0, 1),
-        _first_chunks(segments, chunk),
+        _to_chunks(q_BxTxHxA, J, chunk),
+        _to_chunks(k_BxSxJxA, J, chunk),
+        _to_chunks(v_BxSxJxA, J, chunk),
+        segments_BxS.reshape(B, -1, chunk).swapaxes(0, 1),
+        jax.lax.dynamic_slice_in_dim(first_n, offset, num),
+        offset + jnp.arange(num, dtype=jnp.int32),
     )
-    return _from_chunks(out, H)[:, :T]
+    return _from_chunks(out, H)
 
 
 def _to_chunks(x_BxTxHxA: jax.Array, J: int, C: int) -> jax.Array:
@@ -77,7 +88,7 @@ def _first_chunks(segments_BxT: jax.Array, C: int) -> jax.Array:
     changes = segments_BxT[:, 1:] != segments_BxT[:, :-1]
     starts = jnp.concatenate([jnp.ones((B, 1), bool), changes], axis=1) | (segments_BxT <= 0)
     start_BxT = jax.lax.cummax(jnp.where(starts, jnp.arange(T)[None], 0), axis=1)
-    return start_BxT[:, ::C].min(axis=0) // C
+    return (start_BxT[:, ::C].min(axis=0) // C).astype(jnp.int32)
 
 
 class _Residuals(NamedTuple):
@@ -86,13 +97,17 @@ class _Residuals(NamedTuple):
     v: jax.Array
     segments: jax.Array
     first: jax.Array
+    number: jax.Array
     out: jax.Array
     log_normalizer: jax.Array
 
 
 @jax.custom_vjp
-def _attend(q_nxBxJxQxA, k_nxBxJxCxA, v_nxBxJxCxA, segments_nxBxC, first_n):
-    return _attend_forward(q_nxBxJxQxA, k_nxBxJxCxA, v_nxBxJxCxA, segments_nxBxC, first_n)[0]
+def _attend(q_nxBxJxQxA, k_mxBxJxCxA, v_mxBxJxCxA, segments_mxBxC, first_n, number_n):
+    """`number`: of each query chunk among the m chunks of the row."""
+    return _attend_forward(
+        q_nxBxJxQxA, k_mxBxJxCxA, v_mxBxJxCxA, segments_mxBxC, first_n, number_n
+    )[0]
 
 
 def _scores(q_BxJxQxA, k_BxJxCxA, q_segments_BxC, k_segments_BxC, i, j):
@@ -102,23 +117,25 @@ def _scores(q_BxJxQxA, k_BxJxCxA, q_segments_BxC, k_segments_BxC, i, j):
     scores = jnp.einsum(
         "bjqa,bjsa->bjqs", q_BxJxQxA, k_BxJxCxA, preferred_element_type=jnp.float32
     ).reshape(B, J, Q // C, C, C)
-    causal_CxC = (i * C + jnp.arange(C))[:, None] >= (j * C + jnp.arange(C))[None, :]
+    tokens_C = jnp.arange(C, dtype=jnp.int32)
+    causal_CxC = (i * C + tokens_C)[:, None] >= (j * C + tokens_C)[None, :]
     same_BxCxC = q_segments_BxC[:, :, None] == k_segments_BxC[:, None, :]
     allowed = (same_BxCxC & causal_CxC[None])[:, None, None]
     return jnp.where(allowed, scores, _MASKED).reshape(B, J, Q, C)
 
 
-def _attend_forward(q_nxBxJxQxA, k_nxBxJxCxA, v_nxBxJxCxA, segments_nxBxC, first_n):
+def _attend_forward(q_nxBxJxQxA, k_mxBxJxCxA, v_mxBxJxCxA, segments_mxBxC, first_n, number_n):
     def one_query_chunk(_, chunk):
-        i, q, segments, first = chunk
+        i, q, first = chunk
+        segments = segments_mxBxC[i]
 
         def one_key_chunk(j, carry):
             peak, total, weighted = carry
-            scores = _scores(q, k_nxBxJxCxA[j], segments, segments_nxBxC[j], i, j)
+            scores = _scores(q, k_mxBxJxCxA[j], segments, segments_mxBxC[j], i, j)
             new_peak = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
             p = jnp.exp(scores - new_peak)
             fade = jnp.exp(peak - new_peak)
-            values = _product("bjqs,bjsa->bjqa", p, v_nxBxJxCxA[j])
+            values = _product("bjqs,bjsa->bjqa", p, v_mxBxJxCxA[j])
             return new_peak, total * fade + p.sum(axis=-1, keepdims=True), weighted * fade + values
 
         peak = jnp.full((*q.shape[:-1], 1), _MASKED, jnp.float32)
@@ -126,21 +143,29 @@ def _attend_forward(q_nxBxJxQxA, k_nxBxJxCxA, v_nxBxJxCxA, segments_nxBxC, first
         peak, total, weighted = jax.lax.fori_loop(first, i + 1, one_key_chunk, carry)
         return None, ((weighted / total).astype(q.dtype), peak + jnp.log(total))
 
-    chunks = (jnp.arange(len(first_n)), q_nxBxJxQxA, segments_nxBxC, first_n)
+    chunks = (number_n, q_nxBxJxQxA, first_n)
     _, (out, log_normalizer) = jax.lax.scan(one_query_chunk, None, chunks)
     residuals = _Residuals(
-        q_nxBxJxQxA, k_nxBxJxCxA, v_nxBxJxCxA, segments_nxBxC, first_n, out, log_normalizer
+        q_nxBxJxQxA,
+        k_mxBxJxCxA,
+        v_mxBxJxCxA,
+        segments_mxBxC,
+        first_n,
+        number_n,
+        out,
+        log_normalizer,
     )
     return out, residuals
 
 
 def _attend_backward(residuals: _Residuals, d_out):
-    q_all, k_all, v_all, segments_all, first_n, out, log_normalizer = residuals
+    q_all, k_all, v_all, segments_all, first_n, number_n, out, log_normalizer = residuals
     # the softmax's own term: sum over keys of p * dp equals sum over A of out * d_out
     centre = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
     def one_query_chunk(carry, chunk):
-        i, q, d, centre_i, log_normalizer_i, segments, first = chunk
+        i, q, d, centre_i, log_normalizer_i, first = chunk
+        segments = segments_all[i]
 
         def one_key_chunk(j, carry):
             dk, dv, dq = carry
@@ -160,11 +185,9 @@ def _attend_backward(residuals: _Residuals, d_out):
         return (dk, dv), dq.astype(q.dtype)
 
     zeros = (jnp.zeros(k_all.shape, jnp.float32), jnp.zeros(v_all.shape, jnp.float32))
-    chunks = (
-        jnp.arange(len(first_n)), q_all, d_out, centre, log_normalizer, segments_all, first_n
-    )  # fmt: skip
+    chunks = (number_n, q_all, d_out, centre, log_normalizer, first_n)
     (dk, dv), dq = jax.lax.scan(one_query_chunk, zeros, chunks)
-    return dq, dk.astype(k_all.dtype), dv.astype(v_all.dtype), None, None
+    return dq, dk.astype(k_all.dtype), dv.astype(v_all.dtype), None, None, None
 
 
 def _product(subscripts: str, weights: jax.Array, x: jax.Array) -> jax.Array:

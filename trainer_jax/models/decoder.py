@@ -24,8 +24,7 @@ from flax import nnx
 from trainer_jax.models import deltanet
 from trainer_jax.models.attention import attend, rotary
 from trainer_jax.models.config import ComputeConfig, ModelConfig
-from trainer_jax.models.dispatch import Ffn
-from trainer_jax.models.experts import grouped_ffn, route
+from trainer_jax.models.dispatch import Routing, local_experts
 from trainer_jax.models.norms import gated_rms_norm, rms_norm
 from trainer_jax.models.parameters import STACKS, Params, init_params
 from trainer_jax.models.rounding import prepare, prepare_layer
@@ -33,9 +32,33 @@ from trainer_jax.models.rounding import prepare, prepare_layer
 DEFAULT_COMPUTE = ComputeConfig()
 
 
+class Seams(NamedTuple):
+    """Where tokens meet each other, or experts: on a mesh, forms that span its devices."""
+
+    attend: Callable[..., jax.Array]  # of `attention`
+    convolution: Callable[..., jax.Array]  # causal_convolution and delta_rule of `deltanet`
+    delta_rule: Callable[..., jax.Array]
+    experts: Callable[..., jax.Array]  # `dispatch.local_experts`
+    whole: Callable[[jax.Array], jax.Array]  # rows [V, D], whole along D before they are looked up
+    place: Callable[[jax.Array], jax.Array]  # [B, T, D] where the tokens are
+
+
+def local_seams(config: ModelConfig, compute: ComputeConfig) -> Seams:
+    """Of one device."""
+    return Seams(
+        attend=attend,
+        convolution=deltanet.causal_convolution,
+        delta_rule=deltanet.delta_rule,
+        experts=functools.partial(local_experts, routing=Routing.of(config), impl=compute.ffn),
+        whole=lambda rows_VxD: rows_VxD,
+        place=lambda x_BxTxD: x_BxTxD,
+    )
+
+
 class _Row(NamedTuple):
     """What layers know of tokens beside their vectors."""
 
+    seams: Seams
     segments_BxT: jax.Array
     cos_BxTx1xA: jax.Array
     sin_BxTx1xA: jax.Array
@@ -55,7 +78,7 @@ def _attention(layer: Params, config: ModelConfig, x_BxTxD, row: _Row):
     v = (x_BxTxD @ layer["v"]).reshape(B, T, J, A)
     q = _rotate(config, _norm(config, q, layer["q_norm"]), row)
     k = _rotate(config, _norm(config, k, layer["k_norm"]), row)
-    y = attend(q, k, v, row.segments_BxT)
+    y = row.seams.attend(q, k, v, row.segments_BxT)
     if config.gated_attention:
         y = y * jax.nn.sigmoid(gate)
     return y.reshape(B, T, -1) @ layer["o"]
@@ -73,12 +96,12 @@ def _deltanet(layer: Params, config: ModelConfig, x_BxTxD, row: _Row):
     B, T, _ = x_BxTxD.shape
     key_width = config.linear_num_key_heads * config.linear_key_head_dim
     x_BxTxD = _norm(config, x_BxTxD, layer["delta_norm"])
-    qkv = deltanet.causal_convolution(x_BxTxD @ layer["qkv"], layer["conv"], row.segments_BxT)
+    qkv = row.seams.convolution(x_BxTxD @ layer["qkv"], layer["conv"], row.segments_BxT)
     q, k, v = jnp.split(jax.nn.silu(qkv), [key_width, 2 * key_width], axis=-1)
     q, k = (deltanet.normalize(x.reshape(B, T, -1, config.linear_key_head_dim)) for x in (q, k))
     v, z = (x.reshape(B, T, -1, config.linear_value_head_dim) for x in (v, x_BxTxD @ layer["z"]))
     dt = jax.nn.softplus((x_BxTxD @ layer["a"]).astype(jnp.float32) + layer["dt_bias"][None, None])
-    y = deltanet.delta_rule(
+    y = row.seams.delta_rule(
         q * config.linear_key_head_dim**-0.5,
         k,
         v,
@@ -90,26 +113,19 @@ def _deltanet(layer: Params, config: ModelConfig, x_BxTxD, row: _Row):
     return y.reshape(B, T, -1) @ layer["out"]
 
 
-def _feed_forward(layer: Params, config: ModelConfig, x_BxTxD, row: _Row, ffn: Ffn):
-    B, T, D = x_BxTxD.shape
-    x_NxD = _norm(config, x_BxTxD, layer["ffn_norm"]).reshape(B * T, D)
+def _feed_forward(layer: Params, config: ModelConfig, x_BxTxD, row: _Row):
+    x_BxTxD = _norm(config, x_BxTxD, layer["ffn_norm"])
     outputs = []
     if "router" in layer:
-        weights_NxX, experts_NxX = route(
-            x_NxD, layer["router"], config.num_experts_per_tok, normalize=config.norm_topk_prob
-        )
-        is_token_N = row.segments_BxT.reshape(B * T) > 0
-        # padding is nobody's
-        experts_NxX = jnp.where(is_token_N[:, None], experts_NxX, config.num_experts)
-        matrices = layer["gate"], layer["up"], layer["down"]
-        outputs.append(ffn(x_NxD, weights_NxX, experts_NxX, *matrices))
+        parameters = (layer[leaf] for leaf in ("router", "gate", "up", "down"))
+        outputs.append(row.seams.experts(x_BxTxD, row.segments_BxT > 0, *parameters))
     if "mlp_gate" in layer:
-        hidden_NxF = jax.nn.silu(x_NxD @ layer["mlp_gate"]) * (x_NxD @ layer["mlp_up"])
-        y_NxD = hidden_NxF @ layer["mlp_down"]
+        hidden_BxTxF = jax.nn.silu(x_BxTxD @ layer["mlp_gate"]) * (x_BxTxD @ layer["mlp_up"])
+        y_BxTxD = hidden_BxTxF @ layer["mlp_down"]
         if "mlp_router" in layer:
-            y_NxD = y_NxD * jax.nn.sigmoid(x_NxD @ layer["mlp_router"])[:, None]
-        outputs.append(y_NxD)
-    return sum(outputs[1:], start=outputs[0]).reshape(B, T, D)
+            y_BxTxD = y_BxTxD * jax.nn.sigmoid(x_BxTxD @ layer["mlp_router"])[..., None]
+        outputs.append(y_BxTxD)
+    return sum(outputs[1:], start=outputs[0])
 
 
 _MIXERS = {"layers": _attention, "delta_layers": _deltanet}  # by stack
@@ -123,26 +139,25 @@ def hidden_states(
     segments_BxT: jax.Array,
     *,
     compute: ComputeConfig = DEFAULT_COMPUTE,
-    ffn: Ffn | None = None,
+    seams: Seams | None = None,
 ) -> jax.Array:
     """Tokens to hidden states after the final norm, [B, T, D] in the compute dtype.
 
     A token sees itself and earlier tokens of its row with its segment id. Segment 0 is padding;
     what comes out there is finite and means nothing. `positions_BxT` are rotary positions, which
-    restart with every segment. The tokens of a segment are contiguous. `ffn` computes experts that
-    are split over a mesh (`dispatch.expert_ffn`).
+    restart with every segment. The tokens of a segment are contiguous. `seams` are those of a mesh
+    (`on_mesh.seams`), where there is one.
     """
-    ffn = ffn or functools.partial(grouped_ffn, impl=compute.ffn)
-    row = _Row(segments_BxT, *_rope(config, positions_BxT))
+    row = _Row(seams or local_seams(config, compute), segments_BxT, *_rope(config, positions_BxT))
 
     def block(stack: str, x_BxTxD: jax.Array, layer: Params) -> jax.Array:
         layer = prepare_layer(layer, compute)
-        x_BxTxD = x_BxTxD + _MIXERS[stack](layer, config, x_BxTxD, row)
-        return x_BxTxD + _feed_forward(layer, config, x_BxTxD, row, ffn)
+        x_BxTxD = x_BxTxD + row.seams.place(_MIXERS[stack](layer, config, x_BxTxD, row))
+        return x_BxTxD + row.seams.place(_feed_forward(layer, config, x_BxTxD, row))
 
     if compute.remat:
         block = jax.checkpoint(block, static_argnums=0)
-    x_BxTxD = prepare(params["embed"], compute)[tokens_BxT]
+    x_BxTxD = row.seams.place(row.seams.whole(prepare(params["embed"], compute))[tokens_BxT])
     x_BxTxD = through_layers(block, [STACKS[kind] for kind in config.kinds], x_BxTxD, params)
     return _norm(config, x_BxTxD, prepare(params["norm"], compute))
 

@@ -25,12 +25,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import solve_triangular
+import numpy as np
 
 CHUNK = 64  # tokens, as in transformers
-GROUP = 8  # chunks; all at once took 2.7 times the memory of 4 on CPU, and no less time
+GROUP = 4  # chunks; on CPU as fast as 2, 8 took 1.25 times as long and more memory
+_BLOCK = 8  # of a triangular inverse by substitution
 _STRONGEST = -100.0  # log of a decay; exp of it is 0
 _GRID = 2.0**-11  # CHUNK * _STRONGEST / _GRID is below 2^24: sums of multiples are exact
+_NO_SEGMENT = -2  # of nothing that comes in
 _MASKED = -1e30  # before exp: after it, inf * 0 would be the gradient
 
 
@@ -64,6 +66,13 @@ class _Chunks(NamedTuple):
     incoming_nxB: jax.Array  # the segment that the chunk before ended with, whose state comes in
 
 
+class Incoming(NamedTuple):
+    """What comes in from tokens before: a state, and the segment that it is of."""
+
+    state_BxHxAxW: jax.Array
+    segment_B: jax.Array
+
+
 def delta_rule(
     q_BxTxJxA, k_BxTxJxA, v_BxTxHxW, g_BxTxH, beta_BxTxH, segments_BxT, *, chunk: int = CHUNK
 ) -> jax.Array:
@@ -72,31 +81,48 @@ def delta_rule(
     Value head h reads key head h // (H / J). The tokens of a segment are contiguous in their row;
     `g` is the log of the decay, at most 0. Memory is linear in T.
     """
-    (B, T, _, A), (H, W) = q_BxTxJxA.shape, v_BxTxHxW.shape[2:]
+    (B, _, _, A), (H, W) = q_BxTxJxA.shape, v_BxTxHxW.shape[2:]
+    nothing = Incoming(jnp.zeros((B, H, A, W), jnp.float32), jnp.full(B, _NO_SEGMENT, jnp.int32))
+    arguments = q_BxTxJxA, k_BxTxJxA, v_BxTxHxW, g_BxTxH, beta_BxTxH, segments_BxT
+    return delta_rule_from(nothing, *arguments, chunk=chunk)[0]
+
+
+def delta_rule_from(
+    incoming: Incoming,
+    q_BxTxJxA,
+    k_BxTxJxA,
+    v_BxTxHxW,
+    g_BxTxH,
+    beta_BxTxH,
+    segments_BxT,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs as of `delta_rule` for tokens that follow others, and the state after the last."""
+    (B, T), (H, W) = q_BxTxJxA.shape[:2], v_BxTxHxW.shape[2:]
     chunk = min(chunk, T)
     num_chunks = -(-T // chunk)
     num_groups = -(-num_chunks // GROUP)
     per_group = -(-num_chunks // num_groups)
     pad = num_groups * per_group * chunk - T
 
-    def split(x_BxTx: jax.Array, fill: int = 0) -> jax.Array:
+    def split(x_BxTx: jax.Array, mode: str = "constant") -> jax.Array:
         """[B, T, ...] to [groups, n, B, C, ...]."""
         widths = [(0, 0), (0, pad), *[(0, 0)] * (x_BxTx.ndim - 2)]
-        x = jnp.pad(x_BxTx, widths, constant_values=fill)
+        x = jnp.pad(x_BxTx, widths, mode=mode)
         x = x.reshape(B, num_groups, per_group, chunk, *x.shape[2:])
         return jnp.moveaxis(x, 0, 2)
 
-    # what fills the last chunk is a segment of its own, and what comes in first another
-    segments = split(segments_BxT, fill=-1)
+    # what fills the last chunk neither writes nor decays: the state stays the last token's
+    segments = split(segments_BxT, mode="edge")
     last = segments[..., -1].reshape(-1, B)
-    incoming = jnp.concatenate([jnp.full_like(last[:1], -2), last[:-1]])
+    before = jnp.concatenate([incoming.segment_B[None].astype(last.dtype), last[:-1]])
     arrays = (q_BxTxJxA, k_BxTxJxA, v_BxTxHxW, g_BxTxH, beta_BxTxH)
     q, k, v, g, beta = (split(x.astype(jnp.float32)).swapaxes(3, 4) for x in arrays)
-    groups = _Chunks(q, k, v, g, beta, segments, incoming.reshape(num_groups, per_group, B))
-    state_BxHxAxW = jnp.zeros((B, H, A, W), jnp.float32)
-    _, o = jax.lax.scan(jax.checkpoint(_one_group), state_BxHxAxW, groups)
+    groups = _Chunks(q, k, v, g, beta, segments, before.reshape(num_groups, per_group, B))
+    state, o = jax.lax.scan(jax.checkpoint(_one_group), incoming.state_BxHxAxW, groups)
     o = o.transpose(2, 0, 1, 4, 3, 5)  # to [B, groups, n, C, H, W]
-    return o.reshape(B, T + pad, H, W)[:, :T]
+    return o.reshape(B, T + pad, H, W)[:, :T], state
 
 
 def _one_group(state_BxHxAxW: jax.Array, group: _Chunks) -> tuple[jax.Array, jax.Array]:
@@ -178,10 +204,43 @@ def _one_chunk(state_BxHxAxW: jax.Array, chunk) -> tuple[jax.Array, jax.Array]:
 def _inverse(lower: jax.Array) -> jax.Array:
     """(I + lower)^-1 of strictly lower triangular matrices.
 
-    By substitution: products of powers are as fast, and lose everything where keys repeat.
+    Blocks on the diagonal by substitution, then pairs of blocks: [[A, 0], [B, D]] has the inverse
+    [[A', 0], [-D' B A', D']]. Products of powers are as fast, and lose everything where keys
+    repeat. solve_triangular is slower, and hangs on CPU (jaxlib 0.10.2) when as many devices call
+    it at once as XLA has threads: each waits there for work that only another thread would do.
     """
-    eye = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
-    return solve_triangular(lower, eye, lower=True, unit_diagonal=True)
+    C = lower.shape[-1]
+    padded = 1 << (C - 1).bit_length()
+    pad = [(0, 0)] * (lower.ndim - 2) + [(0, padded - C)] * 2
+    lower = jnp.pad(lower, pad)  # the identity, which changes nothing
+    size = min(_BLOCK, padded)
+    inverse = _by_substitution(_blocks(lower, size, 0))
+    while size < padded:
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        below = -(second @ (_blocks(lower, 2 * size, size) @ first))
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([below, second], axis=-1)], axis=-2)
+        size *= 2
+    return inverse[..., 0, :C, :C]
+
+
+def _blocks(lower: jax.Array, step: int, below: int) -> jax.Array:
+    """Square blocks at every `step` on the diagonal, [.., number, size, size]: whole steps, or the
+    lower left quarters, that begin `below` the diagonal.
+    """
+    size = step - below
+    starts = range(0, lower.shape[-1], step)
+    return jnp.stack([lower[..., s + below : s + step, s : s + size] for s in starts], axis=-3)
+
+
+def _by_substitution(lower: jax.Array) -> jax.Array:
+    """(I + lower)^-1 row by row."""
+    size = lower.shape[-1]
+    rows: list[jax.Array] = []
+    for i, unit in enumerate(np.eye(size, dtype=lower.dtype)):
+        row = jnp.broadcast_to(unit, (*lower.shape[:-2], size))
+        rows.append(row - sum(lower[..., i, j, None] * rows[j] for j in range(i)))
+    return jnp.stack(rows, axis=-2)
 
 
 def _inverse_backward(inverse: jax.Array, slope: jax.Array):

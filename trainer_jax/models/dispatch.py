@@ -1,8 +1,8 @@
-"""How tokens meet their experts on a mesh: each device computes its own experts, dropless.
+"""How tokens meet their experts: routed where they are, computed where the experts are, dropless.
 
-Owns the collectives around `experts.grouped_ffn`, in a `shard_map` over all axes: rows of tokens
-are split over the batch axes, experts over `expert`, their width over `tensor`, and matrices along
-the model's width over `fsdp`, gathered for the time of the product. Must not know routing.
+Owns the collectives around `experts.grouped_ffn`, in a `shard_map` over all axes: tokens are split
+over the batch axes and `context`, experts over `expert`, their width over `tensor`, and matrices
+along the model's width over `fsdp`, gathered for the time of the product.
 
 Two forms, both exact:
     gather      a device takes the tokens of all devices along `expert`, computes what its experts
@@ -18,21 +18,78 @@ Shape letters as in `decoder`; P devices along `expert`, M = N * X assignments, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from trainer_jax.models.experts import grouped_ffn
+from trainer_jax.models.config import ModelConfig
+from trainer_jax.models.experts import grouped_ffn, route
 
-Ffn = Callable[..., jax.Array]  # of `grouped_ffn`, without `impl`
+
+class Routing(NamedTuple):
+    """How experts are chosen."""
+
+    num_experts: int
+    num_per_token: int
+    normalize: bool
+
+    @staticmethod
+    def of(config: ModelConfig) -> Routing:
+        return Routing(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob)
+
+    def choose(self, x_NxD: jax.Array, is_token_N: jax.Array, router_DxE: jax.Array):
+        """Weights and experts [N, X]; what is no token is nobody's."""
+        weights_NxX, experts_NxX = route(
+            x_NxD, router_DxE, self.num_per_token, normalize=self.normalize
+        )
+        return weights_NxX, jnp.where(is_token_N[:, None], experts_NxX, self.num_experts)
 
 
-def expert_ffn(mesh: Mesh, batch_axes: tuple[str, ...], *, impl: str, dispatch: str) -> Ffn:
-    """`grouped_ffn(x, weights, experts, gate, up, down)` on a mesh.
+def local_experts(
+    x_BxTxD, is_token_BxT, router, gate, up, down, *, routing: Routing, impl: str
+) -> jax.Array:
+    """What their experts make of tokens, on one device; [B, T, D]."""
+    x_NxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
+    chosen = routing.choose(x_NxD, is_token_BxT.reshape(-1), router)
+    return grouped_ffn(x_NxD, *chosen, gate, up, down, impl=impl).reshape(x_BxTxD.shape)
 
-    `dispatch`: gather, all-to-all. The rows of x are split over `batch_axes`, which hold `expert`.
+
+def mesh_experts(
+    mesh: Mesh, batch_axes: tuple[str, ...], *, routing: Routing, impl: str, dispatch: str
+) -> Callable[..., jax.Array]:
+    """`local_experts(x, is_token, router, gate, up, down)` on a mesh.
+
+    `dispatch`: gather, all-to-all. Rows are split over `batch_axes`, which hold `expert`.
     """
+    rows = PartitionSpec(batch_axes, "context")
+    ffn = mesh_ffn(mesh, impl=impl, dispatch=dispatch)
+
+    def local(x_BxTxD, is_token_BxT, router_DxE, *matrices):
+        x_NxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
+        chosen = routing.choose(x_NxD, is_token_BxT.reshape(-1), _whole(router_DxE, axis=0))
+        return ffn(x_NxD, *chosen, *matrices).reshape(x_BxTxD.shape)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(rows, rows, PartitionSpec("fsdp"), *MATRICES),
+        out_specs=rows,
+        check_vma=False,
+    )
+
+
+# gate, up and down
+MATRICES = (
+    PartitionSpec("expert", "fsdp", "tensor"),
+    PartitionSpec("expert", "fsdp", "tensor"),
+    PartitionSpec("expert", "tensor", "fsdp"),
+)
+
+
+def mesh_ffn(mesh: Mesh, *, impl: str, dispatch: str) -> Callable[..., jax.Array]:
+    """`grouped_ffn(x, weights, experts, gate, up, down)` for a `shard_map` over all axes."""
     form = {"gather": _gather, "all-to-all": _all_to_all}[dispatch]
 
     def local(x_NxD, weights_NxX, experts_NxX, gate_LxDxF, up_LxDxF, down_LxFxD):
@@ -46,18 +103,7 @@ def expert_ffn(mesh: Mesh, batch_axes: tuple[str, ...], *, impl: str, dispatch: 
         L, P = len(gate_LxDxF), mesh.shape["expert"]
         return form(ffn, x_NxD, weights_NxX, experts_NxX, L=L, P=P).astype(x_NxD.dtype)
 
-    rows = PartitionSpec(batch_axes)
-    into, out_of = (
-        PartitionSpec("expert", "fsdp", "tensor"),
-        PartitionSpec("expert", "tensor", "fsdp"),
-    )
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(rows, rows, rows, into, into, out_of),
-        out_specs=rows,
-        check_vma=False,
-    )
+    return local
 
 
 def _whole(x: jax.Array, *, axis: int) -> jax.Array:

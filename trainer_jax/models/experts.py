@@ -14,15 +14,15 @@ import jax.numpy as jnp
 BLOCK = 64  # tokens; fastest of 32..256 on CPU at N = 4096, F = 64..128
 
 
-def route(x_NxD, router_DxE, num_experts_per_tok: int, *, normalize: bool):
-    """Weights [N, X] float32 and expert ids [N, X] int32: softmax over all experts, then top-k."""
-    logits_NxE = jnp.matmul(x_NxD, router_DxE, preferred_element_type=jnp.float32)
-    weights_NxX, experts_NxX = jax.lax.top_k(
-        jax.nn.softmax(logits_NxE, axis=-1), num_experts_per_tok
-    )
+def route(x: jax.Array, router_DxE: jax.Array, num_experts_per_tok: int, *, normalize: bool):
+    """Of tokens [..., D]: weights [..., X] float32 and expert ids [..., X] int32, by a softmax over
+    all experts, then top-k.
+    """
+    logits = jnp.matmul(x, router_DxE, preferred_element_type=jnp.float32)
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), num_experts_per_tok)
     if normalize:
-        weights_NxX = weights_NxX / weights_NxX.sum(axis=-1, keepdims=True)
-    return weights_NxX, experts_NxX
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return weights, experts
 
 
 def grouped_ffn(x_NxD, weights_NxX, experts_NxX, gate_ExDxF, up_ExDxF, down_ExFxD, *, impl="auto"):

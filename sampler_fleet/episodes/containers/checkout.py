@@ -13,8 +13,8 @@ from sampler_fleet.episodes.containers.base import Container
 from sampler_fleet.episodes.containers.launch import ContainerLimits
 from sampler_fleet.episodes.scrub.findings import Target
 from sampler_fleet.episodes.scrub.ship import scrub_inside
+from sampler_fleet.episodes.supervised import GRACE_S, SNAPSHOT_S
 
-_RECORD_S = 150.0
 # Images with commits of their own on top of the base stay as they are, and so do those whose
 # history was cleaned and doesn't have it.
 _TO_BASE = """
@@ -78,7 +78,7 @@ async def record(container: Container, unset: list[str]) -> None:
     """
     try:
         await container.ask("unset", unset)
-        await container.ask("record", timeout_s=_RECORD_S)
+        await container.ask("record", timeout_s=SNAPSHOT_S + GRACE_S)
     except OSError as error:
         raise SandboxError(f"the tree was not recorded: {error}") from error
 

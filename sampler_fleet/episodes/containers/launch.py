@@ -14,7 +14,7 @@ from contracts.runfile import Section
 from sampler_fleet.episodes.sandbox import SandboxLimits
 from sampler_fleet.episodes.standalone import standalone
 
-PROGRAM = standalone("wire", "sandbox_supervisor", "containers.program")
+PROGRAM = standalone("wire", "sandbox_supervisor", "seccomp", "containers.program")
 ENVIRONMENT = {"PAGER": "cat", "GIT_PAGER": "cat", "TERM": "dumb", "LANG": "C.UTF-8"}
 # Only the supervisor has the streams of the protocol: what a profile prints would break it.
 _LAUNCH = r"""

@@ -1,9 +1,9 @@
 """The supervisor of a container: that of `sandbox_supervisor.py` in an image's own tree.
 
 Owns what differs there. The tree is a repository too large to be handed over, so what the patch is
-compared with is recorded inside, by git, in a repository of its own; whoever tampers with it only
-spoils their own patch. Replies go to fd 1, and this process need not be pid 1. Needs Python 3.10,
-bash and git in the image.
+compared with is recorded inside, by git, in a repository of its own; whoever tampers with it, or
+with git, only spoils their own patch: what can't be compared is incomplete. Replies go to fd 1, and
+this process need not be pid 1. Needs Python 3.10, bash and git in the image.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ import ctypes
 import fcntl
 import os
 import stat
+import struct
 import time
 
-from sampler_fleet.episodes.sandbox_supervisor import Gone, Supervisor, serve
+from sampler_fleet.episodes.sandbox_supervisor import SNAPSHOT_S, Gone, Supervisor, serve
+from sampler_fleet.episodes.seccomp import make_filter
 
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
 _SIGKILL = 9
 _KILL_S = 10.0
-_GIT_S = 120.0
 _MAX_LIST = 4 << 20  # bytes of names of changed files
+_MAX_HEADER = 16  # of a value in a message
 _MAX_REPORT = 8 << 20
 _LINK, _REPOSITORY = b"120000", b"160000"
-_PREPARE = """
-export GIT_DIR=/var/tmp/.sandbox-start GIT_WORK_TREE=$PWD
-export GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null
-unset GIT_INDEX_FILE GIT_OBJECT_DIRECTORY GIT_ALTERNATE_OBJECT_DIRECTORIES
+_GIT_DIR = "/var/tmp/.sandbox-start"
+_PREPARE = f"""
+unset -f git; unset ${{!GIT_@}} XDG_CONFIG_HOME
+export GIT_DIR={_GIT_DIR} GIT_WORK_TREE=$PWD HOME=/dev/null
+export GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_ATTR_NOSYSTEM=1
 """
 _RECORD = (
     _PREPARE
@@ -41,15 +46,19 @@ if [ -f .git/index ]; then  # tracked files count even where .gitignore names th
 fi
 git config core.fileMode false
 git config core.looseCompression 0
+git config core.hooksPath /dev/null
 git add -A --ignore-errors . 2>/dev/null || :
+type -P git
 git write-tree
 """
 )
 _COMPARE = (
     _PREPARE
     + """
-git add -A --ignore-errors . >/dev/null 2>&1
-git diff-index --cached --raw -z --no-renames --no-abbrev %s 2>/dev/null
+export GIT_COMMON_DIR=$GIT_DIR  # or a file names another, with another configuration
+rm -rf "$GIT_DIR/info"
+'%s' add -A --ignore-errors . >/dev/null 2>&1
+'%s' diff-index --cached --raw -z --no-renames --no-abbrev %s 2>/dev/null
 """
 )
 
@@ -62,9 +71,12 @@ class CheckoutSupervisor(Supervisor):
     def __init__(self, max_output_bytes: int, max_tree_bytes: int) -> None:
         super().__init__(max_output_bytes, max_tree_bytes)
         self._is_init = os.getpid() == 1
-        if not self._is_init:
+        if self._is_init:
+            _refuse_calls()
+        else:
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._start = b""  # the tree that git recorded
+        self._git, self._config = b"", b""  # its program, and the configuration it had then
 
     def unset(self, names: list[str]) -> None:
         """Takes variables away from all commands to come."""
@@ -77,11 +89,13 @@ class CheckoutSupervisor(Supervisor):
 
     def record(self) -> None:
         """Remembers the tree as it is now: what `snapshot` compares with."""
-        code, _, _, output = self.exec(_RECORD.encode(), b"", _GIT_S, 4096)
-        tree = output.strip().rpartition(b"\n")[2]
+        code, _, _, output = self.exec(_RECORD.encode(), b"", SNAPSHOT_S, 4096)
+        *_, git, tree = (b"", *output.strip().split(b"\n"))
         if code or len(tree) not in (40, 64):
             raise ValueError("git can't record the tree: " + output.decode(errors="replace"))
-        self._start = tree
+        with open(f"{_GIT_DIR}/config", "rb") as file:
+            self._config = file.read()
+        self._git, self._start = git, tree
 
     def examine(
         self,
@@ -146,17 +160,32 @@ class CheckoutSupervisor(Supervisor):
     def snapshot(self) -> tuple[dict[bytes, bytes], list[bytes], bool, list[bytes]]:  # type: ignore[override]
         """(changed files, changed things that are no files, whether that is all, what is gone)."""
         self._kill_all()
+        try:
+            return self._compare()
+        except (OSError, ValueError, LookupError):  # git, and what it keeps, may be the policy's
+            return {}, [], False, []
+
+    def _compare(self) -> tuple[dict[bytes, bytes], list[bytes], bool, list[bytes]]:
         files: dict[bytes, bytes] = {}
         special: list[bytes] = []
         deleted: list[bytes] = []
-        code, _, num_bytes, output = self.exec(
-            _COMPARE.encode() % self._start, b"", _GIT_S, _MAX_LIST
-        )
+        try:  # noqa: SIM105 (contextlib is slow to import)
+            os.unlink(f"{_GIT_DIR}/config")
+        except FileNotFoundError:
+            pass
+        with open(f"{_GIT_DIR}/config", "xb") as file:  # it names programs: filters, monitors
+            file.write(self._config)
+        command = _COMPARE.encode() % (self._git, self._git, self._start)
+        code, _, num_bytes, output = self.exec(command, b"", SNAPSHOT_S, _MAX_LIST)
+        self._kill_all()
         if not self._start or code or num_bytes > _MAX_LIST:
             return files, special, False, deleted
         fields, left = output.split(b"\0")[:-1], self._max_tree_bytes
         for what, path in zip(fields[::2], fields[1::2], strict=True):
             mode = what.split()[1]
+            left -= len(path) + _MAX_HEADER
+            if left < 0:
+                return files, special, False, deleted
             if what.endswith(b"D"):
                 deleted.append(path)
             elif mode in (_LINK, _REPOSITORY):
@@ -184,6 +213,16 @@ class CheckoutSupervisor(Supervisor):
                 except ProcessLookupError:
                     pass
             self._reap()
+
+
+def _refuse_calls() -> None:
+    """Installs the filter of system calls, for all commands to come; a kernel may refuse it."""
+    instructions = make_filter(shared_memory=True)
+    buffer = ctypes.create_string_buffer(instructions, len(instructions) or 1)
+    filter = struct.pack("HP", len(instructions) // 8, ctypes.addressof(buffer))  # sock_fprog
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, filter, 0, 0)
 
 
 def _read_result(path: bytes) -> bytes | None:

@@ -26,6 +26,7 @@ from sampler_fleet.episodes.patch import Patch
 from sampler_fleet.episodes.tasks.choose import why_not_here
 
 NUM_RUNS = 3  # of each patch, each in a fresh sandbox
+NO_NETWORK = "its verifier may use the network, which graders don't have"
 CHECKED, USABLE = "checked.jsonl", "usable.jsonl"
 
 
@@ -99,22 +100,23 @@ async def check_task(
     has_solution = bool(
         checkout.fix_patch or checkout.fix_script if checkout else task.fix or task.fix_deletes
     )
+    note = f"; {NO_NETWORK}" if checkout and checkout.may_use_network else ""
     try:
         for run in range(1, NUM_RUNS + 1):
             if (await grader.grade(task, _empty(task))).passed:
                 return finding(Outcome.UNUSABLE, f"run {run} of the empty patch: the tests pass")
         if not has_solution:
-            return finding(Outcome.USABLE, "the empty patch fails; there is no reference solution")
+            reason = f"the empty patch fails{note}; there is no reference solution"
+            return finding(Outcome.USABLE, reason)
         for run in range(1, NUM_RUNS + 1):
             verdict = await grader.grade_fix(task)
             if not verdict.passed:
-                return finding(
-                    Outcome.UNUSABLE, f"run {run} of the reference solution: {verdict.reason}"
-                )
+                reason = f"run {run} of the reference solution: {verdict.reason}{note}"
+                return finding(Outcome.UNUSABLE, reason)
     except NoImageError as error:
         return finding(Outcome.SKIPPED, str(error))
-    except SandboxError as error:
-        return finding(Outcome.FAILED, str(error))
+    except SandboxError as error:  # without a reward file, for one
+        return finding(Outcome.FAILED, f"{error}{note}")
     return finding(Outcome.USABLE, verdict.reason)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -43,9 +43,13 @@ def choose_tasks(
     numbers = {TRAIN: config.num_train, HELDOUT: config.num_heldout}
     if not config.source:
         return {split: generate_tasks(split, num, config.seed) for split, num in numbers.items()}
-    tasks = {task.task_id: task for task in read_tasks(Path(config.source))}
     if config.ids:
-        tasks = pick(tasks, config.ids)
+        subsets = [config.ids]
+    elif config.train_ids and config.heldout_ids:
+        subsets = [config.train_ids, config.heldout_ids]
+    else:
+        subsets = []
+    tasks = read_chosen(Path(config.source), subsets)
     splits = _splits(tasks, config)
     chosen: dict[str, list[Task]] = {}
     for split, of_split in splits.items():
@@ -66,7 +70,7 @@ def _splits(tasks: dict[str, Task], config: TasksConfig) -> dict[str, list[Task]
     """By subset files; a split without one has all else, but what says that it's of the other.
     Without any, by what tasks say and the share."""
     files = {TRAIN: config.train_ids, HELDOUT: config.heldout_ids}
-    named = {split: pick(tasks, file) for split, file in files.items() if file}
+    named = {split: _pick(tasks, file) for split, file in files.items() if file}
     if not named:
         heldout = heldout_ids(tasks.values(), config.heldout_share, config.seed)
         return {
@@ -145,12 +149,36 @@ def why_not_here(task: Task, no_containers: Callable[[], str]) -> str:
     return reason and f"needs a container (image {checkout.image}): {reason}"
 
 
-def pick(tasks: dict[str, Task], file: str | Path) -> dict[str, Task]:
-    """The tasks that a subset file names. Raises BadInputError: one that is not there."""
-    ids = read_ids(Path(file))
-    if unknown := [task_id for task_id in ids if task_id not in tasks]:
-        raise BadInputError(str(file), expected="ids of tasks in the source", found=unknown[0])
-    return {task_id: tasks[task_id] for task_id in ids}
+def read_chosen(source: Path, subsets: Sequence[str | Path]) -> dict[str, Task]:
+    """The tasks of a source by id: all of it, or what subset files name, in their order.
+
+    What no subset file names may be broken.
+
+    Raises:
+        BadInputError: a task that is wanted is broken or not there.
+    """
+    if not subsets:
+        return {task.task_id: task for task in read_tasks(source)}
+    broken: dict[str, BadInputError] = {}
+    tasks = {task.task_id: task for task in read_tasks(source, broken.__setitem__)}
+    chosen: dict[str, Task] = {}
+    for file in subsets:
+        chosen |= _pick(tasks, file, broken)
+    return chosen
+
+
+def _pick(
+    tasks: Mapping[str, Task], file: str | Path, broken: Mapping[str, BadInputError] | None = None
+) -> dict[str, Task]:
+    """The tasks that a subset file names. Raises BadInputError: one is broken or not there."""
+    picked: dict[str, Task] = {}
+    for task_id in read_ids(Path(file)):
+        if broken and task_id in broken:
+            raise broken[task_id]
+        if task_id not in tasks:
+            raise BadInputError(str(file), expected="ids of tasks in the source", found=task_id)
+        picked[task_id] = tasks[task_id]
+    return picked
 
 
 def _check(task: Task, tree_limit: int, no_containers: Callable[[], str]) -> None:

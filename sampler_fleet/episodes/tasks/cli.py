@@ -57,13 +57,14 @@ def generate(
 @app.command("list")
 @exits_politely
 def list_tasks(source: Source) -> None:
-    """A table of the tasks of a source."""
+    """A table of the tasks of a source, and one of those that can't be read."""
     from rich.markup import escape
     from rich.table import Table
 
     from sampler_fleet.episodes.tasks.sources import read_tasks
 
-    tasks = read_tasks(source)
+    broken: list[tuple[str, BadInputError]] = []
+    tasks = read_tasks(source, lambda *found: broken.append(found))
     table = Table(title=f"tasks: {len(tasks)}", title_justify="left")
     for column in ("task", "data set", "split", "language", "license", "runs in"):
         table.add_column(column, overflow="fold")
@@ -73,7 +74,9 @@ def list_tasks(source: Source) -> None:
         texts = (task.task_id, task.dataset, task.split, task.language, task.license, _place(task))
         numbers = (len(task.fail_to_pass), len(task.pass_to_pass))
         table.add_row(*map(escape, texts), *map(str, numbers))
-    _console().print(table)
+    console = _console()
+    console.print(table)
+    _print_reasons("not tasks", _broken_rows(broken), console)
 
 
 @app.command()
@@ -82,7 +85,11 @@ def show(source: Source, task_id: Annotated[str, typer.Argument(help="Its id.")]
     """One task of a source: what the policy reads, what grades it, what solves it."""
     from sampler_fleet.episodes.tasks.sources import read_tasks
 
-    task = next((t for t in read_tasks(source) if t.task_id == task_id), None)
+    broken: dict[str, BadInputError] = {}
+    tasks = read_tasks(source, broken.__setitem__)
+    if task_id in broken:
+        raise broken[task_id]
+    task = next((task for task in tasks if task.task_id == task_id), None)
     if task is None:
         raise BadInputError(
             "task", expected=f"an id that `tasks list {source}` shows", found=task_id
@@ -113,13 +120,18 @@ def check(
     from sampler_fleet.episodes.tasks.sources import read_tasks
 
     config = validate_section(SandboxConfig, "episodes.sandbox", {"runtime": runtime})
-    broken: list[BadInputError] = []
-    tasks = read_tasks(source, broken.append)
+    broken: list[tuple[str, BadInputError]] = []
+    tasks = read_tasks(source, lambda *found: broken.append(found))
     console = _console()
     out = out or Path(f"{source.resolve().name}-checked")
     findings = asyncio.run(_check(tasks, out, jobs, config, console))
     outcomes = [finding.outcome for finding in findings]
-    _report(findings, broken, console)
+    rows = [
+        (finding.task_id, finding.outcome, finding.reason)
+        for finding in findings
+        if finding.outcome != Outcome.USABLE
+    ]
+    _print_reasons("not usable", rows + _broken_rows(broken), console)
     console.print(
         f"{', '.join(f'{outcomes.count(outcome)} {outcome}' for outcome in Outcome)}, "
         f"{len(broken)} broken; wrote {out}",
@@ -143,8 +155,7 @@ def digests(
 ) -> None:
     """The ids of tasks and a checksum of everything in each, as one JSON object."""
     from sampler_fleet.episodes.tasks.check import digest
-    from sampler_fleet.episodes.tasks.choose import pick
-    from sampler_fleet.episodes.tasks.sources import read_tasks
+    from sampler_fleet.episodes.tasks.choose import read_chosen
 
     if (source is None) == (config is None) or (config and ids):
         found = "neither" if source is None and config is None else "both"
@@ -153,8 +164,7 @@ def digests(
         tasks = _of_run(config, lambda: "")["heldout"]
     else:
         assert source
-        chosen = {task.task_id: task for task in read_tasks(source)}
-        tasks = list((pick(chosen, ids) if ids else chosen).values())
+        tasks = list(read_chosen(source, [ids] if ids else []).values())
     json.dump({task.task_id: digest(task) for task in tasks}, sys.stdout)
 
 
@@ -253,22 +263,21 @@ async def _check(
                 await pool.close()
 
 
-def _report(findings: Sequence[Finding], broken: Sequence[BadInputError], console: Console) -> None:
-    """A table of what is not usable, and why."""
+def _broken_rows(broken: Sequence[tuple[str, BadInputError]]) -> list[tuple[str, str, str]]:
+    return [(task_id, "broken", str(error)) for task_id, error in broken]
+
+
+def _print_reasons(title: str, rows: Sequence[tuple[str, str, str]], console: Console) -> None:
+    """A table of (task, what it is, why), if there are any."""
     from rich.markup import escape
     from rich.table import Table
 
-    from sampler_fleet.episodes.tasks.check import Outcome
-
-    table = Table(title="not usable", title_justify="left")
+    table = Table(title=title, title_justify="left")
     for column in ("task", "is", "because"):
         table.add_column(column, overflow="fold")
-    for finding in findings:
-        if finding.outcome != Outcome.USABLE:
-            table.add_row(escape(finding.task_id), finding.outcome, escape(finding.reason))
-    for error in broken:
-        table.add_row("", "broken", escape(str(error)))
-    if table.row_count:
+    for row in rows:
+        table.add_row(*map(escape, row))
+    if rows:
         console.print(table)
 
 
@@ -317,9 +326,12 @@ def _text(task: Task) -> str:
 
 
 def _place(task: Task) -> str:
+    from sampler_fleet.episodes.tasks.check import NO_NETWORK
+
     if task.checkout is None:
         return "a local sandbox"
-    return task.checkout.image or f"an image built in {task.checkout.build_dir}"
+    place = task.checkout.image or f"an image built in {task.checkout.build_dir}"
+    return f"{place}; {NO_NETWORK}" if task.checkout.may_use_network else place
 
 
 def _console() -> Console:

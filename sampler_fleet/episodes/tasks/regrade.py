@@ -8,10 +8,11 @@ what verdicts mean for a pass rate.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from contracts.errors import BadInputError
@@ -21,6 +22,7 @@ from contracts.evaluations import (
     SETTINGS,
     RecordFile,
     patch_from_json,
+    patch_to_json,
     read_records,
 )
 from sampler_fleet.episodes.base import SandboxError, Task
@@ -35,10 +37,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Regraded:
-    """One patch, graded again. `passed` is None where it could not be; `failure` says why."""
+    """One patch, graded again. `passed` is None where it could not be; `failure` says why.
+
+    `checksum` is of the patch, its first verdict and the task as they were then.
+    """
 
     task_id: str
     sample: int
+    checksum: str
     had_passed: bool
     had_reason: str
     passed: bool | None
@@ -61,6 +67,11 @@ class Saved:
     patch: Patch
     passed: bool
     reason: str
+
+    def checksum(self, task: Task) -> str:
+        """Of all that a second verdict is about."""
+        text = json.dumps([digest(task), patch_to_json(self.patch), self.passed, self.reason])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_saved(directory: Path) -> list[Saved]:
@@ -112,11 +123,13 @@ async def regrade(
     on_graded: Callable[[Regraded], None],
 ) -> list[Regraded]:
     """Grades `num_jobs` patches at a time, each in a sandbox of its own; returns all verdicts, in
-    the order of the episodes. Those that an earlier call found are taken from its record."""
+    the order of the episodes. Those that an earlier call found are taken from its record, if patch
+    and task are still the same."""
     saved = read_saved(directory)
     file = RecordFile(directory / REGRADED)
     try:
-        found = _known(directory / REGRADED, file)
+        checksums = {(s.task_id, s.sample): s.checksum(tasks[s.task_id]) for s in saved}
+        found = _known(directory / REGRADED, file, checksums)
         slots = asyncio.Semaphore(num_jobs)
 
         async def one(patch: Saved) -> None:
@@ -137,6 +150,14 @@ async def regrade(
 
 async def _grade(grader: Grader, task: Task, saved: Saved) -> Regraded:
     failure = ""
+    ungraded = Regraded(
+        task_id=saved.task_id,
+        sample=saved.sample,
+        checksum=saved.checksum(task),
+        had_passed=saved.passed,
+        had_reason=saved.reason,
+        passed=None,
+    )
     for num_lost in range(MAX_RERUNS + 1):
         try:
             verdict = await grader.grade(task, saved.patch)
@@ -144,27 +165,16 @@ async def _grade(grader: Grader, task: Task, saved: Saved) -> Regraded:
             failure = str(error)
             _log.warning("%s, sample %d: %s", saved.task_id, saved.sample, failure)
         else:
-            return _regraded(saved, verdict.passed, reason=verdict.reason, num_lost=num_lost)
-    return _regraded(saved, None, failure=failure, num_lost=MAX_RERUNS + 1)
+            return replace(
+                ungraded, passed=verdict.passed, reason=verdict.reason, num_lost=num_lost
+            )
+    return replace(ungraded, failure=failure, num_lost=MAX_RERUNS + 1)
 
 
-def _regraded(
-    saved: Saved, passed: bool | None, *, num_lost: int, reason: str = "", failure: str = ""
-) -> Regraded:
-    return Regraded(
-        task_id=saved.task_id,
-        sample=saved.sample,
-        had_passed=saved.passed,
-        had_reason=saved.reason,
-        passed=passed,
-        reason=reason,
-        failure=failure,
-        num_lost=num_lost,
-    )
-
-
-def _known(path: Path, file: RecordFile) -> dict[tuple[str, int], Regraded]:
-    """What an earlier call decided."""
+def _known(
+    path: Path, file: RecordFile, checksums: Mapping[tuple[str, int], str]
+) -> dict[tuple[str, int], Regraded]:
+    """What an earlier call decided of patches and tasks that have the same checksum now."""
     known = {}
     for number, record in enumerate(file.records, 1):
         try:
@@ -173,6 +183,7 @@ def _known(path: Path, file: RecordFile) -> dict[tuple[str, int], Regraded]:
             raise BadInputError(
                 f"{path}, line {number}", expected="a verdict", found=str(error)
             ) from None
-        if graded.passed is not None:
-            known[graded.task_id, graded.sample] = graded
+        key = (graded.task_id, graded.sample)
+        if graded.passed is not None and graded.checksum == checksums.get(key):
+            known[key] = graded
     return known

@@ -83,8 +83,8 @@ class Yes:
 class Replies:
     """A Generator: replies from a list, the last again and again; `cut` ones run out of tokens."""
 
-    def __init__(self, replies: list[np.ndarray], stop: int) -> None:
-        self.replies, self.stop = replies, stop
+    def __init__(self, replies: list[np.ndarray], stop: int, seconds: float) -> None:
+        self.replies, self.stop, self.seconds = replies, stop, seconds
         self.buffers: list[np.ndarray] = []
         self.has_ended = False
 
@@ -92,6 +92,7 @@ class Replies:
         tokens = self.replies[min(len(self.buffers), len(self.replies) - 1)]
         tokens = tokens[: request.sampling.max_new_tokens]
         self.buffers.append(request.tokens)
+        await asyncio.sleep(self.seconds)
         reason = FinishReason.STOP if tokens[-1] == self.stop else FinishReason.LENGTH
         yield GeneratedChunk(
             completion=completion(tokens, version=1, reason=reason), group="g", sampler_id="s"
@@ -109,10 +110,12 @@ class Stage:
         self.chat = self.agent.load_chat(checkpoint)
         self.counters: Counter[str] = Counter()
 
-    async def play(self, *replies, task=TASK, result=None, seconds=0.0, new=2000, **limits):
+    async def play(
+        self, *replies, task=TASK, result=None, seconds=0.0, thought=0.0, new=2000, **limits
+    ):
         """Replies are commands, after an empty thought, or token ids."""
         tokens = [self.chat.reply(r) if isinstance(r, str) else np.asarray(r) for r in replies]
-        self.generator = Replies(tokens, self.chat.stop_token_ids[0])
+        self.generator = Replies(tokens, self.chat.stop_token_ids[0], thought)
         self.sandbox = FakeSandbox(result or ran("ok"), seconds)
         return await run_episode(
             task,
@@ -277,12 +280,21 @@ class TestObservations:
 
 
 class TestTime:
-    async def test_the_clock_ends_it_without_a_reward(self, checkpoint):
+    async def test_slow_samplers_are_a_failure(self, checkpoint):
         stage = Stage(checkpoint)
-        trajectory = await stage.play("ls", seconds=30, episode_seconds=0.05)
+        trajectory = await stage.play("ls", thought=30, episode_seconds=0.05)
         assert (trajectory.reward, trajectory.ending) == (None, Ending.FAILURE)
         assert trajectory.failure == "the episode took longer than 0.05 s"
-        assert trajectory.num_turns == 1
+        assert trajectory.num_turns == 0
+        assert stage.generator.has_ended
+        assert not stage.sandbox.is_open
+
+    async def test_slow_commands_are_not(self, checkpoint):
+        """Also one that runs when the time is over."""
+        stage = Stage(checkpoint)
+        trajectory = await stage.play("ls", seconds=30, episode_seconds=0.5)
+        assert (trajectory.reward, trajectory.ending) == (0.0, Ending.TIMEOUT)
+        assert (trajectory.failure, trajectory.num_turns) == ("", 1)
         assert stage.generator.has_ended
         assert not stage.sandbox.is_open
 
@@ -296,7 +308,7 @@ class TestTime:
             pass_to_pass=(),
             checkout=Checkout(image="i", episode_seconds=0.05),
         )
-        trajectory = await Stage(checkpoint).play("ls", task=task, seconds=30, episode_seconds=1000)
+        trajectory = await Stage(checkpoint).play("ls", task=task, thought=30, episode_seconds=1000)
         assert trajectory.failure == "the episode took longer than 0.05 s"
 
 

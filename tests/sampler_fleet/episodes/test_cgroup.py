@@ -80,6 +80,23 @@ def test_group_and_removal(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("memory.events", "low 0\nhigh 0\nmax 9\noom 3\noom_kill 2\noom_group_kill 0\n"),
+        ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+    ],
+)
+def test_processes_killed_for_memory(tmp_path, file, text):
+    for name in ("pids", "memory"):
+        (tmp_path / name).mkdir()
+    group = cgroup.make_group((tmp_path / "pids", tmp_path / "memory"), "x", **ONE)
+    assert group is not None
+    assert group.num_oom_kills() == 0
+    (group.folders[1] / file).write_text(text)
+    assert group.num_oom_kills() == 2
+
+
+@pytest.mark.parametrize(
     ("files", "written"),
     [
         (

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from contracts.errors import BadInputError
 from sampler_fleet.__main__ import app
-from sampler_fleet.episodes.base import SandboxError, Task
+from sampler_fleet.episodes.base import Checkout, SandboxError, Task
 from sampler_fleet.episodes.grading import Grader, Verdict
 from sampler_fleet.episodes.patch import Patch
 from sampler_fleet.episodes.tasks.check import (
@@ -75,6 +75,18 @@ class TestVerdicts:
     async def test_a_failing_sandbox_is_no_verdict(self, task):
         finding = await check_task(task, ScriptedGrader(fixed=lost), none_here)
         assert (finding.outcome, finding.reason) == (Outcome.FAILED, "no room")
+
+    async def test_a_verifier_that_may_use_the_network_is_named(self, task):
+        for may, num in ((True, 1), (False, 0)):
+            checkout = Checkout(image="i", fix_patch="x", test_command="t", may_use_network=may)
+            tested = replace(task, checkout=checkout)
+            for grader, outcome in (
+                (ScriptedGrader(fixed=lambda run: False), Outcome.UNUSABLE),
+                (ScriptedGrader(empty=lost), Outcome.FAILED),
+            ):
+                finding = await check_task(tested, grader, lambda: "")
+                assert finding.outcome == outcome
+                assert finding.reason.count("may use the network, which graders don't have") == num
 
     async def test_the_empty_patch_really_runs_the_tests(self, grader, task):
         solved = replace(task, tree=task.tree | task.fix | {"empty-patch/x.txt": ""})
@@ -169,6 +181,33 @@ class TestCommands:
         assert [cell.strip() for cell in line.strip("│").split("│")] == [
             *("shop-total", "local", "train", "python", "Apache-2.0", "a local sandbox", "1", "1")
         ]
+
+    def test_a_broken_task_spoils_no_others(self, tmp_path):
+        source = tmp_path / "source"
+        shutil.copytree(DATA / "local", source)
+        (source / "shop-solved" / "task.toml").write_text("issue")
+        result = invoke("list", source)
+        assert result.exit_code == 0, result.output
+        assert "tasks: 3" in result.output and "valid TOML" in result.output
+        (row,) = (line for line in result.output.splitlines() if "│ shop-solved " in line)
+        assert "broken" in row
+        assert invoke("show", source, "shop-total").exit_code == 0
+        ids = tmp_path / "ids"
+        ids.write_text("shop-total\n")
+        result = invoke("digests", source, "--ids", ids)
+        assert result.exit_code == 0 and json.loads(result.stdout).keys() == {"shop-total"}
+        ids.write_text("shop-solved\n")
+        wanted = (("show", source, "shop-solved"), ("digests", source, "--ids", ids))
+        for arguments in (*wanted, ("digests", source)):
+            result = invoke(*arguments)
+            assert result.exit_code == 2 and "valid TOML" in result.output
+
+    def test_list_says_whose_verifier_may_use_the_network(self):
+        for source, may in (("harbor/pro_v2", True), ("local", False)):
+            result = invoke("list", DATA / source)
+            assert ("network" in result.output) == may
+        result = invoke("show", DATA / "harbor" / "pro_v2", "instance_corner__shop-7")
+        assert "its verifier may use the network, which graders don't have" in result.output
 
     @pytest.mark.parametrize(
         ("source", "task_id", "texts"),

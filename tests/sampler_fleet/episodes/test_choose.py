@@ -145,6 +145,31 @@ class TestChoice:
         with pytest.raises(BadInputError, match="expected a source that ids"):
             validate_section(TasksConfig, "tasks", {"ids": str(ids)})
 
+    def test_a_broken_task_matters_only_where_it_is_wanted(self, source, tmp_path):
+        (source / "t05" / "task.toml").write_text("")
+        good, bad = (tmp_path / name for name in ("good", "bad"))
+        good.write_text("t01\nt02\n")
+        assert chosen(source, ids=str(good), heldout_share=0)["train"] == {"t01", "t02"}
+        bad.write_text("t03\n")
+        both = chosen(source, train_ids=str(good), heldout_ids=str(bad))
+        assert both == {"train": {"t01", "t02"}, "heldout": {"t03"}}
+        bad.write_text("t03\nt05\n")
+        for settings in (
+            {},
+            {"ids": str(bad)},
+            {"train_ids": str(good), "heldout_ids": str(bad)},
+            {"train_ids": str(good)},  # all else is held out
+        ):
+            with pytest.raises(BadInputError, match="t05"):
+                chosen(source, **settings)
+
+    def test_which_of_two_tasks_is_meant_by_an_id_is_not_guessed(self, tmp_path):
+        row = (DATA / "smith.jsonl").read_text().split("\n")[0]
+        (tmp_path / "rows.jsonl").write_text(f"{row}\n{row}\n")
+        (tmp_path / "ids").write_text(json.loads(row)["instance_id"])
+        with pytest.raises(BadInputError, match="a second time"):
+            chosen(tmp_path / "rows.jsonl", ids=str(tmp_path / "ids"))
+
     def test_what_cannot_run_is_said_before_anything_runs(self, source):
         with pytest.raises(BadInputError, match="Corner__shop-8, which needs a con") as error:
             chosen(DATA / "swebench.jsonl", heldout_share=0)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sampler_fleet.episodes.base import Checkout, Judge, SandboxError, Task
-from sampler_fleet.episodes.containers import cli, modal_sandbox
+from sampler_fleet.episodes.containers import cli, modal_sandbox, program
 from sampler_fleet.episodes.containers.base import NoImageError
 from sampler_fleet.episodes.containers.grading import GraderByTask
 from sampler_fleet.episodes.containers.launch import (
@@ -256,6 +256,27 @@ class TestContract:
         await run(box, "head -c 3000000 /dev/urandom > big")
         assert not (await box.snapshot()).complete
 
+    async def test_git_of_the_harness_runs_nothing_of_the_policy(self, box):
+        """A filter that sleeps would turn a reward of 0 into a failure."""
+        await run(box, "echo 2 > README.md; echo '* filter=x' > .gitattributes")
+        attack = """
+cd /var/tmp/.sandbox-start
+for git in . /tmp/other; do
+  [ -d $git ] || git init -q --bare $git
+  git --git-dir=$git config filter.x.clean "touch /tmp/ran; cat"
+  git --git-dir=$git config core.fsmonitor "touch /tmp/ran; :"
+  mkdir -p $git/info $git/hooks && echo '* filter=x' > $git/info/attributes
+  printf '#!/bin/sh\ntouch /tmp/ran' > $git/hooks/post-index-change
+  chmod +x $git/hooks/*
+done
+echo /tmp/other > commondir
+cp -r objects refs /tmp/other
+mkdir -p ~/.config/git && cp info/attributes ~/.config/git && cp config ~/.gitconfig
+"""
+        assert (await run(box, attack)).returncode == 0
+        assert set((await box.snapshot()).files) == {"README.md", ".gitattributes"}
+        assert (await run(box, "ls /tmp/ran")).returncode == 2
+
     async def test_the_answer_is_not_there(self, box):
         assert (await run(box, "ls -d hidden")).returncode == 2
         assert (await run(box, "git log --oneline --all | wc -l")).output.strip() == "1"
@@ -306,7 +327,36 @@ async def pool(docker):
     assert not list(docker.glob("*.container"))
 
 
+@pytest.mark.parametrize(
+    "output",
+    [b"x\0", b"x\0y\0", b"\0\0", b": 1 2 3 M\0\0\0", b"a bD\0\0" * 100_000, b"a b M\0" * 9],
+)
+def test_comparison_by_a_fake_git_is_incomplete(tmp_path, monkeypatch, output):
+    class Faked(program.CheckoutSupervisor):
+        def exec(self, command, stdin, timeout_s, max_output):
+            return 0, False, len(output), output
+
+        def _kill_all(self):
+            """Nothing was started."""
+
+    monkeypatch.setattr(program, "_GIT_DIR", str(tmp_path))
+    supervisor = Faked(1 << 20, 1 << 20)
+    supervisor._start = b"0" * 40
+    *_, complete, _ = supervisor.snapshot()
+    assert not complete
+
+
 class TestPool:
+    @pytest.mark.parametrize(
+        "command", ["prlimit --pid 1 --as=1", "taskset --pid 1 1", "renice 19 --pid 1"]
+    )
+    async def test_supervisor_can_not_be_starved(self, pool, command):
+        """It is process 1 and has the commands' user id."""
+        async with pool.open(a_task("base").checkout, hidden=False) as box:
+            result = await run(box, command)
+            assert "not permitted" in result.output, result.output
+            assert (await run(box, "ipcmk -M 4096")).returncode == 0  # PostgreSQL uses that
+
     async def test_no_image_is_no_second_try(self, pool, docker):
         task = a_task("registry.example/none:1")
         with pytest.raises(NoImageError, match=r"none:1 can't be pulled: .*manifest unknown"):

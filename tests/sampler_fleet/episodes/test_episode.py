@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
 
@@ -21,8 +22,9 @@ from contracts.types import (
     VersionSpan,
 )
 from sampler_fleet.episodes.agent import EpisodeLimits, run_episode
-from sampler_fleet.episodes.base import GeneratedChunk, SandboxError
+from sampler_fleet.episodes.base import GeneratedChunk, SandboxError, SpentError
 from sampler_fleet.episodes.chat import ChatFormat
+from sampler_fleet.episodes.grading import Grader
 from sampler_fleet.episodes.prompts import SUBMIT_COMMAND
 from sampler_fleet.episodes.sandbox import SandboxPool
 from tests.sampler_fleet.episodes.processes import started
@@ -291,6 +293,27 @@ class TestFailures:
         trajectory, _ = await play(FIX, SUBMIT_COMMAND, grader=Flaky(3))
         assert (trajectory.reward, trajectory.ending) == (None, Ending.FAILURE)
         assert trajectory.failure == "no room"
+
+    async def test_a_spent_sandbox_is_the_policys_doing(self, play, pool):
+        """Wherever its commands, or its patch, did that."""
+
+        class Spent:
+            num_opened = 0
+
+            @contextlib.asynccontextmanager
+            async def open(self, tree):
+                self.num_opened += 1
+                async with pool.open(tree) as box:
+                    yield box
+                    raise SpentError("no memory")
+
+        trajectory, _ = await play(FIX, SUBMIT_COMMAND, sandboxes=Spent())
+        assert (trajectory.reward, trajectory.ending) == (0.0, Ending.TIMEOUT)
+        assert trajectory.failure == ""
+        rooms = Spent()
+        trajectory, _ = await play(FIX, SUBMIT_COMMAND, grader=Grader(rooms))
+        assert (trajectory.reward, trajectory.ending) == (0.0, Ending.SUBMITTED)
+        assert rooms.num_opened == 1
 
     async def test_cancelled(self, play, pool):
         with pytest.raises(TimeoutError):

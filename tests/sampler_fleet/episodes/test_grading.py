@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from dataclasses import replace
 
 import pytest
 
 from sampler_fleet.episodes.base import SandboxError, Task
-from sampler_fleet.episodes.grading import Grader, _Exam, top_level_modules
+from sampler_fleet.episodes.grading import Grader, GradingLimits, _Exam, top_level_modules
 from sampler_fleet.episodes.patch import Patch
 from sampler_fleet.episodes.wire import decode, encode
 
@@ -62,6 +63,19 @@ class TestVerdict:
         verdict = await grader.grade(odd, fix(cart=task.fix["shop/cart.py"]))
         assert not verdict.passed
         assert "AttributeError" in verdict.reason
+
+    async def test_names_may_have_spaces(self, grader, task):
+        names = ("tests/test a.py::test_x", "tests/test a.py::test_y")
+        hidden = {
+            "tests/test a.py": "from shop import cart\n"
+            "def test_x(): assert cart.total(3, 4) == 12\n"
+            "def test_y(): pass\n"
+        }
+        odd = replace(task, hidden_tests=hidden, fail_to_pass=names[:1], pass_to_pass=names[1:])
+        verdict = await grader.grade(odd, fix(cart=task.fix["shop/cart.py"]))
+        assert verdict.passed, verdict.reason
+        verdict = await grader.grade(odd, fix(cart="def total(*a): return 0"))
+        assert verdict.reason.startswith("tests/test a.py::test_x: 'AssertionError")
 
     async def test_dead_sandbox_is_infrastructure(self, pool, task):
         class Dying:
@@ -242,9 +256,9 @@ class TestReport:
     @staticmethod
     def report(exam, **status):
         lines = [f"{exam.nonce} ready"]
-        for name in exam.names:
+        for number, name in enumerate(exam.names):
             usual = "failed" if name == exam.canary else "passed"
-            lines.append(f"{exam.nonce} {status.get(name.split('::')[-1], usual)} {name} ''")
+            lines.append(f"{exam.nonce} {status.get(name.split('::')[-1], usual)} {number} ''")
         return [*lines, f"{exam.nonce} done"]
 
     def test_whole(self, exam):
@@ -275,10 +289,160 @@ class TestReport:
             with pytest.raises(SandboxError, match="did not start"):
                 exam.judge(report)
 
+    @pytest.mark.parametrize("seconds", [0.0, math.inf, math.nan])
+    def test_seconds_are_a_number(self, seconds):
+        with pytest.raises(ValueError, match="seconds"):
+            GradingLimits(seconds=seconds)
+
     def test_secrets_differ(self, task):
         exams = [_Exam.of(task) for _ in range(40)]
         assert len({exam.nonce for exam in exams}) == len({exam.canary for exam in exams}) == 40
         assert len({exam.names.index(exam.canary) for exam in exams}) == 3  # it may be anywhere
+
+
+# Objects that compute, and all that their operators may be asked about.
+MONEY = """
+from fractions import Fraction
+
+class Money:
+    def __init__(self, cents, unit="EUR"): self.cents, self.unit = cents, unit
+    def __add__(self, n): return Money(self.cents + 100 * cents(n), self.unit)
+    def __sub__(self, n): return Money(self.cents - 100 * cents(n), self.unit)
+    def __mul__(self, n): return Money(self.cents * n, self.unit)
+    def __truediv__(self, n): return self.cents / 100 / n
+    def __floordiv__(self, n): return self.cents // 100 // n
+    def __mod__(self, n): return self.cents // 100 % n
+    def __neg__(self): return Money(-self.cents, self.unit)
+    def __abs__(self): return abs(self.cents) / 100
+    def __float__(self): return self.cents / 100
+    def __int__(self): return int(self.cents / 100)
+    def __bool__(self): return self.cents != 0
+    def __eq__(self, other): return self.cents == other.cents
+    def __lt__(self, other): return self.cents < other.cents
+    def __str__(self): return f"{self.cents / 100:.2f} {self.unit}"
+
+def cents(n): return n.cents / 100 if isinstance(n, Money) else n
+
+class Vector:
+    def __init__(self, *parts): self.parts = parts
+    def __add__(self, n): return Vector(*(x + n for x in self.parts))
+    def __sub__(self, n): return Vector(*(x - n for x in self.parts))
+    def __truediv__(self, n): return Vector(*(x / n for x in self.parts))
+    def __abs__(self): return sum(x * x for x in self.parts) ** 0.5
+    def __len__(self): return len(self.parts)
+    def __getitem__(self, i): return self.parts[i]
+    def __iter__(self): return iter(self.parts)
+
+class Day:
+    def __init__(self, number): self.number = number
+    def __sub__(self, n): return self.number - n
+    def __add__(self, n): return Day(self.number + n)
+    def __index__(self): return self.number
+
+class Size(int):
+    def __add__(self, n): return Size(int(self) + n)
+    def __sub__(self, n): return Size(int(self) - n)
+
+class Title(str):
+    def __add__(self, text): return Title(str(self) + text)
+
+class Flags:
+    def __init__(self, bits): self.bits = bits
+    def __and__(self, n): return self.bits & n
+    def __or__(self, n): return Flags(self.bits | n)
+    def __xor__(self, n): return self.bits ^ n
+    def __contains__(self, n): return bool(self.bits & n)
+
+class Span:
+    def __init__(self, low, high): self.low, self.high = low, high
+    def __contains__(self, x): return self.low <= x < self.high
+
+class Words:
+    def __init__(self, *words): self.words = words
+    def __contains__(self, word): return word in self.words
+
+class Folder:
+    def __init__(self, path): self.path = path
+    def __truediv__(self, name): return Folder(f"{self.path}/{name}")
+    def __str__(self): return self.path
+
+class Template:
+    def __init__(self, text): self.text = text
+    def __mod__(self, values): return self.text % values
+
+half = Fraction(1, 2)
+"""
+
+MONEY_TESTS = """
+from money import Day, Flags, Folder, Money, Size, Span, Template, Title, Vector, Words, half
+
+def test_results():
+    assert Money(500) + 2 == Money(700) and Money(500) - 7 < Money(0)
+    assert (Money(500) + 2).cents == 700 and (Money(500) - 5).unit == "EUR"
+    assert Money(500) / 2 == 2.5 and Money(9000) // 60 == 1 and Money(500) % 2 == 1
+    assert Money(6000) % 2 == 0 and Money(500) * 0 == Money(0)
+    assert Day(5) - 3 == 2 and Day(5) - 5 == 0 and (Day(5) + 2) - 7 == 0
+    assert abs(Day(12) - 12.5) < 0.6 and Day(0) - 0 == 0
+
+def test_chains():
+    assert abs(Money(500) - 3) == 2 and abs(Money(1250) - 12.5) < 1e-6
+    assert float(Money(500) - 5) == 0.0 and int(Money(550) - 2) == 3 and int(Money(500) - 5) == 0
+    assert str(Money(500) + 1) == "6.00 EUR" and str(Money(0) * 3) == "0.00 EUR"
+    assert not Money(500) - 5 and Money(500) - 4 and abs(-(Money(500) - 8)) == 3
+    assert abs(((Money(1250) - 12.5) + 1) / 1 - 1) < 1e-9
+    assert [1, 2, 3][Day(0) + 2] == 3
+    assert float(half - 3) == -2.5 and float(abs(half - 1)) == 0.5 and float(half / 4) == 0.125
+
+def test_vectors():
+    v = Vector(3, 4) + 1
+    assert list(v) == [4, 5] and len(v) == 2 and v[1] == 5 and [x for x in v / 2] == [2, 2.5]
+    assert abs(Vector(3, 4) - 0) == 5 and abs(Vector(3, 3) - 3) < 1e-9
+
+def test_builtin_subclasses():
+    assert Size(5) + 3 == 8 and Size(5) - 5 == 0 and abs(Size(5) - 7) == 2 and Size(0) * 3 == 0
+    assert Size(7) & 4 == 4 and Size(0) & 4 == 0 and Size(5) // 60 == 0 and not Size(5) - 5
+    assert Title("a") + "b" == "ab" and len(Title("a") + "b") == 2 and Title("a") + "b" < "b"
+
+def test_bits_and_texts():
+    assert Flags(7) & 4 == 4 and Flags(3) & 4 == 0 and Flags(3) ^ 1 == 2
+    assert (Flags(1) | 2) & 2 == 2 and 2 in Flags(2) and 4 not in Flags(2)
+    assert str(Folder("/a") / "b" / "c") == "/a/b/c"
+    assert Template("%s is %d") % ("x", 3) == "x is 3" and Template("%(a)s") % {"a": 1} == "1"
+
+def test_members():
+    assert 5 in Span(0, 10) and 10 not in Span(0, 10) and 2.5 in Span(0, float("inf"))
+    assert -3 in Span(float("-inf"), 0) and "b" in Span("a", "c")
+    assert "x" in Words("x") and "y" not in Words("x") and (1, 2) in Words((1, 2))
+    assert None in Words(None) and None not in Words(3)
+
+def test_errors():
+    for wrong in (lambda: Money(5) - "x", lambda: Money(5) / 0, lambda: Day(1) % 2):
+        try:
+            wrong()
+        except (TypeError, ZeroDivisionError):
+            continue
+        assert False
+"""
+
+
+async def test_objects_may_compute(grader):
+    names = [
+        line.split("(")[0].removeprefix("def ")
+        for line in MONEY_TESTS.splitlines()
+        if line.startswith("def test")
+    ]
+    task = Task(
+        task_id="money",
+        split="train",
+        template="money",
+        issue="",
+        tree={"money.py": MONEY},
+        hidden_tests={"t/test_money.py": MONEY_TESTS},
+        fail_to_pass=tuple(f"t/test_money.py::{name}" for name in names),
+        pass_to_pass=(),
+    )
+    verdict = await grader.grade(task, Patch(changed={"note.txt": b"x"}))
+    assert verdict.passed, verdict.reason
 
 
 def test_top_level_modules():

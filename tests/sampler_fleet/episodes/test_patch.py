@@ -105,6 +105,21 @@ class TestScreen:
         assert screen(changes(*(f"{n}.py" for n in range(201))), START).refused
         assert screen(changes(*(f"{n}.py" for n in range(9)), data=b"#" * (1 << 19)), START).refused
 
+    def test_what_is_dropped_has_no_size(self):
+        """A fix after which Python or a test run left its byte code is a fix."""
+        code = {"pkg/__pycache__/a.cpython-311.pyc": bytes(163 << 10)}
+        many = {f"pkg/__pycache__/{n}.cpython-311.pyc": bytes(40 << 10) for n in range(201)}
+        for left in (code, many):
+            screened = screen(Patch(changed={"pkg/a.py": b"x = 2\n", **left}), START)
+            assert not screened.refused
+            assert screened.patch.changed == {"pkg/a.py": b"x = 2\n"}
+        deleted = Patch(changed={"pkg/a.py": b"x = 2\n"}, deleted=tuple(many))
+        assert not screen(deleted, START).refused
+
+    @pytest.mark.parametrize("path", ["tests/../../x.pyc", "tests/.git/x.pyc", "tests/a\nb.pyc"])
+    def test_what_is_dropped_has_a_name(self, path):
+        assert screen(changes("pkg/a.py", path), START).refused
+
     def test_file_and_folder_of_one_name(self):
         assert "below another file" in screen(changes("pkg/a.py/x"), START).refused
         assert "below another file" in screen(changes("pkg"), START).refused

@@ -99,6 +99,28 @@ async def test_it_goes_on_with_what_has_no_verdict(tmp_path):
     assert grader.graded == []
 
 
+async def test_a_verdict_is_on_its_patch_and_task(tmp_path):
+    write(tmp_path, ("a", 0, "good", 1.0), ("b", 0, "good", 1.0))
+    await graded(tmp_path, ByContent())
+    (tmp_path / EPISODES).unlink()
+    write(tmp_path, ("a", 0, "bad", 1.0), ("b", 0, "good", 1.0))
+    grader = ByContent()
+    assert [g.passed for g in await graded(tmp_path, grader)] == [False, True]
+    assert grader.graded == ["a bad"]
+    grader = ByContent()
+    other = TASKS | {"b": replace(TASKS["b"], hidden_tests={"tests/test_h.py": "x"})}
+    await regrade(tmp_path, other, grader, num_jobs=1, on_graded=lambda _: None)
+    assert grader.graded == ["b good"]
+
+
+async def test_a_verdict_is_compared_with_the_one_that_is_there(tmp_path):
+    write(tmp_path, ("a", 0, "good", 1.0))
+    assert [g.holds for g in await graded(tmp_path, ByContent())] == [True]
+    (tmp_path / EPISODES).unlink()
+    write(tmp_path, ("a", 0, "good", 0.0))
+    assert [g.holds for g in await graded(tmp_path, ByContent())] == [False]
+
+
 def test_tasks_must_be_those_that_were_evaluated(tmp_path):
     (tmp_path / SETTINGS).write_text(json.dumps({"digests": {"a": digest(TASKS["a"])}}))
     check_unchanged(tmp_path, TASKS)

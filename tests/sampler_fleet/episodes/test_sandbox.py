@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import pytest
 
 from contracts.errors import BadInputError
 from sampler_fleet.episodes import cgroup
-from sampler_fleet.episodes.base import SandboxError
+from sampler_fleet.episodes.base import SandboxError, Snapshot, SpentError
 from sampler_fleet.episodes.sandbox import (
     BubblewrapSandbox,
     Host,
@@ -25,8 +26,15 @@ from sampler_fleet.episodes.sandbox import (
     SandboxPool,
     find_host,
 )
+from sampler_fleet.episodes.sandbox_supervisor import SNAPSHOT_S, Supervisor
+from sampler_fleet.episodes.supervised import Supervised
 from tests.sampler_fleet.episodes.processes import children_of, gone, processes_of, started
 
+LINKS = """python3 -c "
+import os
+open('{folder}/a', 'w')
+for n in range({number}): os.link('{folder}/a', '{folder}/' + str(n).zfill(250))
+" """
 TREE = {"README.md": b"hello\n", "pkg/__init__.py": b"", "pkg/a.py": b"x = 1\n"}
 
 
@@ -234,6 +242,26 @@ class TestLimits:
         assert result.output.splitlines().count("done") < 2  # 4 times 150 MiB don't fit into 256
         assert (await run(box, "echo ok")).output == "ok\n"
 
+    async def test_memory_of_the_supervisor(self, host):
+        """No process has names in a tmpfs: when they fill the group, the supervisor is killed."""
+        if not host.cgroup_parents:
+            pytest.skip("no writable cgroups: names take memory of the machine")
+        fill = LINKS.format(folder="/tmp", number=10**9)
+        pool = SandboxPool(1, SandboxLimits(memory_bytes=64 << 20), host=host)
+        async with pool.open(TREE) as box:
+            with pytest.raises(SpentError, match="commands used up its memory"):
+                for _ in range(20):
+                    await run(box, fill, timeout_s=30, stdin=bytes(4 << 20))
+        async with pool.open(TREE) as box:  # that the kernel killed a command is no reason
+            one = "import time; x = b'x' * (20 << 20); time.sleep(1); print('done')"
+            each = " & ".join([f'python3 -c "{one}"'] * 4)
+            assert "Killed" in (await run(box, f"({each}; wait)")).output
+            asyncio.get_running_loop().call_later(0.2, os.kill, box.pid, 9)
+            with pytest.raises(SandboxError, match="failed") as failure:
+                await box.exec("sleep 60", timeout_s=60)
+            assert failure.type is SandboxError
+        await pool.close()
+
     async def test_processor_time_of_all_processes(self, host):
         if not any((parent / "cpu.cfs_quota_us").exists() for parent in host.cgroup_parents):
             pytest.skip("no control group for processor time of version 1")
@@ -323,11 +351,51 @@ for name in range(9000): os.mkfifo(str(name))
         assert (await run(box, "python3 -", stdin=code.encode())).returncode == 0
         assert not (await box.snapshot()).complete
 
+    async def test_names_are_not_held(self, box):
+        """A folder's names and what the supervisor makes of them would not fit into its memory."""
+        fill = LINKS.format(folder="/work", number=300_000)
+        assert (await run(box, fill, timeout_s=30)).returncode == 0
+        assert not (await box.snapshot()).complete
+
     async def test_deep_folders_are_no_failure(self, box):
         code = "import os\nfor _ in range(3000): os.mkdir('dddd'); os.chdir('dddd')"
         assert (await run(box, f'python3 -c "{code}"')).returncode == 0
         snapshot = await box.snapshot()
         assert snapshot.special or not snapshot.complete
+
+
+class Full(Supervisor):
+    """Out of memory right after a command was started."""
+
+    is_cleared = False
+
+    def _watch(self, pid, out, output, deadline):
+        os.waitpid(pid, 0)
+        os.close(out)
+        raise OSError(errno.ENOMEM, "no memory")
+
+    def _kill_all(self):
+        self.is_cleared = True
+
+
+def test_no_memory_for_a_command_is_an_observation():
+    supervisor = Full(1000, 1000)
+    code, timed_out, _, output = supervisor.exec(b"true", b"", 5.0, 1000)
+    assert (code, timed_out) == (126, False)
+    assert b"no memory" in output
+    assert supervisor.is_cleared
+
+
+class Refusing(Supervised):
+    async def ask(self, *request, timeout_s=0.0):
+        assert timeout_s > SNAPSHOT_S, "the supervisor gives up before the host does"
+        raise OSError("no")
+
+
+async def test_what_can_not_be_read_is_incomplete():
+    """A tree that nobody can read is the policy's doing, not a failure."""
+    snapshot = await Refusing(max_tree_bytes=1).snapshot()
+    assert snapshot == Snapshot(files={}, special=(), complete=False)
 
 
 class TestLife:

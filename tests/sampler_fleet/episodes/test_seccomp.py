@@ -16,8 +16,10 @@ X86 = ("x86_64", 0xC000003E)
 ARM = ("aarch64", 0xC00000B7)
 
 
-def decide(machine: str, architecture: int, number: int, *arguments: int) -> int:
-    program = list(struct.iter_unpack("=HBBI", make_filter(machine)))
+def decide(
+    machine: str, architecture: int, number: int, *arguments: int, filter: bytes = b""
+) -> int:
+    program = list(struct.iter_unpack("=HBBI", filter or make_filter(machine)))
     padded = (*arguments, *[0] * 6)[:6]
     data = struct.pack("=IIQ6Q", number, architecture, 0, *padded)
     at = value = 0
@@ -54,6 +56,13 @@ def test_decisions(machine, refused, not_of_pid_1, priority):
     assert decide(*machine, priority, *own) == ALLOWED
     for which in (server, group, user):
         assert decide(*machine, priority, *which) == NOT_PERMITTED
+
+
+def test_shared_memory_of_a_container():
+    filter = make_filter("x86_64", shared_memory=True)
+    assert len(filter) < len(make_filter("x86_64"))
+    assert decide(*X86, 29, filter=filter) == ALLOWED
+    assert decide(*X86, 250, filter=filter) == NOT_PERMITTED
 
 
 def test_other_abis_have_other_numbers():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pyarrow as arrow
@@ -286,6 +288,14 @@ class TestWrong:
             ),
             (
                 "mimo/code.jsonl",
+                {
+                    "prompt": [{"role": "user", "content": [{"type": "text", "text": "Fix it."}]}],
+                    "extra_info": {"instance_json": '{"instance_id": "c-7", "docker_image": "i"}'},
+                },
+                "prompt: expected a user's message whose content is a text, found [{",
+            ),
+            (
+                "mimo/code.jsonl",
                 {"extra_info": {"instance_json": '{"instance_id": "c-7", "docker_image": "i"}'}},
                 "c-7: cwd: expected a text, found nothing",
             ),
@@ -299,7 +309,7 @@ class TestWrong:
         assert sentence in str(raised.value)
         assert f"{source}, line 2" in str(raised.value)
         broken: list[BadInputError] = []
-        assert len(read_tasks(source, broken.append)) == 1
+        assert len(read_tasks(source, lambda _, error: broken.append(error))) == 1
         assert [str(error) for error in broken] == [str(raised.value)]
 
     def test_ids_differ(self, tmp_path):
@@ -308,7 +318,7 @@ class TestWrong:
             read_tasks(write_rows(tmp_path / "rows", row, row))
 
     def test_files_that_are_no_rows(self, tmp_path):
-        for text in ("", "[]", "{\n}", "{'a': 1}\n", "\x89PNG"):
+        for text in ("", "[]", "{\n}", "{'a': 1}\n", "\x89PNG", '{"a":' * 100_000):
             (tmp_path / "file.jsonl").write_text(text)
             with pytest.raises(BadInputError, match="expected Parquet, or JSON lines"):
                 read_tasks(tmp_path / "file.jsonl")
@@ -320,11 +330,45 @@ class TestWrong:
         with pytest.raises(FileNotFoundError):
             read_tasks(tmp_path / "none")
 
-    def test_torn_line(self, tmp_path):
+    @pytest.mark.parametrize("line", ['{"a": ', '{"a":' * 100_000, "1" * 5000])
+    def test_torn_line(self, line, tmp_path):
         source = tmp_path / "rows"
-        source.write_text((DATA / "smith.jsonl").read_text() + '{"a": \n')
-        with pytest.raises(BadInputError, match="rows, line 2: expected a JSON object"):
+        source.write_text((DATA / "smith.jsonl").read_text() + line)
+        with pytest.raises(BadInputError, match="rows, line 2: expected JSON"):
             read_tasks(source)
+
+    @pytest.mark.parametrize("start", ["\ufeff", "\n \n", "\ufeff\r\n"])
+    @pytest.mark.parametrize("path", ["smith.jsonl", "mimo"])
+    def test_an_empty_line_or_a_mark_before_the_rows(self, path, start, tmp_path):
+        for name in ("code.jsonl", "image-mapping.jsonl") if path == "mimo" else ("",):
+            copy = tmp_path / (name or path)
+            copy.write_text(start + (DATA / path / name).read_text())
+        assert read_tasks(tmp_path) == read_tasks(DATA / path)
+
+    def test_facts_of_a_data_set_beside_its_rows(self, tmp_path):
+        shutil.copy(DATA / "smith.jsonl", tmp_path)
+        infos = tmp_path / "dataset_infos.json"
+        infos.write_text('{"default": {"features": {"patch": {"dtype": "string"}}}}')
+        assert read_tasks(tmp_path) == read_tasks(DATA / "smith.jsonl")
+        for text in ('{"x": 1}\n{"y": 2}\n', '{"x": 1, "patch": ""}'):
+            infos.write_text(text)  # rows of a format that nobody knows
+            with pytest.raises(BadInputError, match="a known format"):
+                read_tasks(tmp_path)
+
+    def test_what_is_no_regular_file_is_passed_over(self, tmp_path):
+        shutil.copy(DATA / "smith.jsonl", tmp_path / ".blob")
+        (tmp_path / "rows.jsonl").symlink_to(".blob")  # as caches of data sets have them
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "dangling").symlink_to("nothing")
+        assert read_tasks(tmp_path) == read_tasks(DATA / "smith.jsonl")
+
+    def test_a_name_of_an_image_that_is_none(self, tmp_path):
+        shutil.copy(DATA / "mimo" / "code.jsonl", tmp_path)
+        good = first_row("mimo/image-mapping.jsonl")
+        for bad in ({"dataset_image": "a"}, good | {"dockerhub_image": 7}):
+            write_rows(tmp_path / "image-mapping.jsonl", good, bad)
+            with pytest.raises(BadInputError, match=r"line 2: dockerhub_image: expected a text"):
+                read_tasks(tmp_path)
 
     def test_both_kinds_in_a_directory(self, tmp_path):
         shutil.copytree(DATA / "local", tmp_path / "local")
@@ -350,7 +394,10 @@ class TestWrongDirectories:
             ('license = "', 'licence = "', "licence: expected one of issue, fail_to_pass"),
             ("issue =", "issue", "expected valid TOML"),
             ('split = "train"', 'split = "test"', "split: expected train or heldout, found test"),
-            ("test_seconds = 10", "test_seconds = true", "expected a number of seconds"),
+            *(
+                ("test_seconds = 10", f"test_seconds = {wrong}", "expected a number of seconds")
+                for wrong in ("true", "0", "-1", "inf", "nan", "1e300")
+            ),
             ("::test_total", "", "tests/FILE.py::NAME"),
             ("tests/test_cart.py::test_label", "tests/other.py::x", "found tests/other.py::x"),
             ('["tests/test_cart.py::test_total"]', "[]", "expected at least one"),
@@ -373,6 +420,8 @@ class TestWrongDirectories:
         (folder / "tree" / ".git").mkdir()
         (folder / "tree" / ".git" / "HEAD").write_text("x")
         self.refuses(folder, "expected no history")
+        shutil.move(folder / "tree" / ".git", folder / "tree" / "shop" / ".git")
+        self.refuses(folder, "expected no history, found shop/.git/HEAD")
         shutil.rmtree(folder / "tree")
         self.refuses(folder, "expected tree/ (local format) or instruction.md (Harbor)")
         (folder / "tree").mkdir()
@@ -403,11 +452,56 @@ class TestWrongDirectories:
     def test_harbor(self, tmp_path):
         folder = tmp_path / "count-lines"
         shutil.copytree(DATA / "harbor" / "terminal_bench" / "count-lines", folder)
-        (folder / "tests" / "config.json").write_text("{")
-        self.refuses(folder, "config.json: expected JSON")
+        for text in ("{", "[" * 100_000):
+            (folder / "tests" / "config.json").write_text(text)
+            self.refuses(folder, "config.json: expected JSON")
         (folder / "tests" / "test.sh").unlink()
         self.refuses(folder, "expected tests/test.sh")
         (folder / "environment" / "Dockerfile").unlink()
         self.refuses(folder, "expected docker_image, or environment/Dockerfile")
         (folder / "task.toml").write_text("environment = 3\n")
         self.refuses(folder, "environment: expected a JSON object, found 3")
+        for text in (f"a = {'[' * 100_000}", f"a = {'1' * 5000}"):
+            (folder / "task.toml").write_text(text)
+            self.refuses(folder, "task.toml: expected valid TOML")
+        (folder / "task.toml").unlink()
+        os.mkfifo(folder / "task.toml")
+        self.refuses(folder, "task.toml: expected a regular file")
+        (folder / "task.toml").unlink()
+        (folder / "task.toml").symlink_to("nothing")
+        self.refuses(folder, "task.toml: expected a regular file")
+
+    @pytest.mark.parametrize(
+        ("verifier", "environment", "may"),
+        [
+            ("", "", True),
+            ('network_mode = "public"', "", True),
+            ('network_mode = "no-network"', "", False),
+            ("", 'network_mode = "no-network"', False),
+            ("", "allow_internet = false", False),
+            ('network_mode = "allowlist"', 'network_mode = "no-network"', True),
+        ],
+    )
+    def test_whether_a_verifier_of_harbor_may_use_the_network(
+        self, verifier, environment, may, tmp_path
+    ):
+        folder = self.harbor(tmp_path, f"[verifier]\n{verifier}\n[environment]\n{environment}\n")
+        (task,) = read_tasks(folder)
+        assert task.checkout
+        assert task.checkout.may_use_network == may
+
+    def test_what_the_environment_of_a_verifier_of_harbor_has(self, tmp_path):
+        folder = self.harbor(tmp_path, "[verifier.env]\nMode = \"it's\"\nN = '1'\n")
+        (task,) = read_tasks(folder)
+        assert task.checkout
+        command = task.checkout.test_command.replace("bash /tests/test.sh", 'echo "$Mode $N"')
+        assert subprocess.check_output(["bash", "-c", command], text=True) == "it's 1\n"
+        for env in ("KEY = '${OPENAI_API_KEY}'", "N = 1", "'a b' = 'c'"):
+            (folder / "task.toml").write_text(f"[verifier.env]\n{env}\n")
+            self.refuses(folder, "[verifier] env: expected variables and their texts")
+
+    def harbor(self, tmp_path: Path, task_file: str) -> Path:
+        folder = tmp_path / "count-lines"
+        shutil.copytree(DATA / "harbor" / "terminal_bench" / "count-lines", folder)
+        (folder / "task.toml").write_text(task_file)
+        return folder

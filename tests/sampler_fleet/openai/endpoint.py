@@ -32,7 +32,7 @@ from contracts.types import (
 from sampler_fleet.episodes.agent import EpisodeLimits
 from sampler_fleet.episodes.chat import ChatFormat
 from sampler_fleet.openai.app import openai_app
-from sampler_fleet.openai.groups import Groups, Limits
+from sampler_fleet.openai.groups import MAX_ENDED, Groups, Limits
 from sampler_fleet.openai.session import Policy
 from sampler_fleet.spool import Spool
 from sampler_fleet.web.server import serving
@@ -151,6 +151,7 @@ async def running_endpoint(
     limits: EpisodeLimits = LIMITS,
     num_sessions: int = 2,
     max_sessions: int = 100,
+    max_ended: int = MAX_ENDED,
     idle_s: float = 1000.0,
     group_s: float = 10_000.0,
     spool: Spool | None = None,
@@ -180,6 +181,7 @@ async def running_endpoint(
                 idle_s=idle_s,
                 group_s=group_s,
                 max_sessions=max_sessions,
+                max_ended=max_ended,
                 is_behind=lambda: gateway.producer.backlog >= 2,
             ),
             seed=7,

@@ -295,15 +295,43 @@ async def test_a_session_ends_once(tmp_path, chat, calls):
         assert (await error_of(answer))["code"] == "another_group"
         answer = await endpoint.finish(one, 1.0, ending="failure")
         assert (await error_of(answer))["param"] == "ending"
-        for _ in range(2):
-            answer = await endpoint.finish(one, 1.0, group=group)
+        for fields in ({"group": group}, {"group": group}, {}, {"ending": "submitted"}):
+            answer = await endpoint.finish(one, 1.0, **fields)
             assert (await answer.json())["open_session_ids"] == [two]
         assert endpoint.gateway.fleet.counters["openai_sessions_finished"] == 1
         for answer in (await endpoint.finish(one, 0.0), await endpoint.ask(one, START)):
             assert answer.status == 409 and (await error_of(answer))["code"] == "session_ended"
-        await judged(endpoint, two, 0.0)
-        answer = await endpoint.finish(two, 0.0)
+        ended = await judged(endpoint, two, 0.0)
+        assert ended["sequence"] == 1
+        for session_id, reward in ((two, 0.0), (one, 1.0)):  # the answer may have been lost
+            answer = await endpoint.finish(session_id, reward)
+            assert answer.status == 200 and await answer.json() == ended
+            answer = await endpoint.finish(session_id, 0.5)
+            assert answer.status == 409 and (await error_of(answer))["code"] == "session_ended"
+        assert endpoint.gateway.spool.count() == 1
+        answer = await endpoint.finish("openai.g9.g9", 1.0)
         assert answer.status == 404 and (await error_of(answer))["code"] == "session_not_found"
+
+
+async def test_what_ended_long_ago_is_forgotten(tmp_path, chat, calls):
+    async with running_endpoint(tmp_path, chat, calls, max_ended=1) as endpoint:
+        opened = [(await endpoint.open())[1] for _ in range(2)]
+        for one, two in opened:
+            await judged(endpoint, one, None)
+            await judged(endpoint, two, None)
+        (old, _), (new, _) = opened
+        assert (await endpoint.finish(old, None)).status == 404
+        assert (await endpoint.finish(new, None, ending="timeout")).status == 200
+
+
+async def test_no_session_tells_the_id_of_its_sibling(tmp_path, chat, calls):
+    async with running_endpoint(tmp_path, chat, calls) as endpoint:
+        _, sessions = await endpoint.open()
+        stem = sessions[0].rpartition(".")[0]
+        for index in range(4):
+            answer = await endpoint.ask(f"{stem}.{index}", START)
+            assert answer.status == 404, "a guess from one's own id"
+        assert len({name.rpartition(".")[2] for name in sessions}) == 2
 
 
 async def test_finishing_stops_a_reply_in_progress(tmp_path, chat, calls):
@@ -340,7 +368,8 @@ async def test_sessions_that_nobody_speaks_in_end(tmp_path, chat, calls):
         group = await endpoint.group()
         assert len(group.trajectories) == 2
         assert endpoint.gateway.fleet.counters["openai_sessions_idle"] == 1
-        assert (await endpoint.ask(sessions[2], START)).status == 404
+        assert (await endpoint.ask(sessions[2], START)).status == 409
+        assert (await endpoint.finish(sessions[2], 1.0)).status == 409
 
 
 async def test_a_group_that_takes_too_long_ends(tmp_path, chat, calls):
@@ -366,9 +395,8 @@ async def test_a_group_that_takes_too_long_ends(tmp_path, chat, calls):
         assert counters["openai_sessions_late"] == 1
         turn.cancel()
         await asyncio.gather(turn, return_exceptions=True)
-        assert (
-            endpoint.gateway.spool.count() == 0 and (await endpoint.ask(two, START)).status == 404
-        )
+        assert endpoint.gateway.spool.count() == 0
+        assert (await endpoint.ask(two, START)).status == 409
 
 
 async def test_bounds_of_what_is_open(tmp_path, chat, calls):

@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sampler_fleet.episodes.base import SandboxError, Sandboxes
-from sampler_fleet.episodes.grading import top_level_modules, tree_bytes
+from sampler_fleet.episodes.base import Sandboxes
+from sampler_fleet.episodes.grading import RUN_TESTS, read_report, top_level_modules, tree_bytes
 from sampler_fleet.episodes.standalone import standalone
 from sampler_fleet.episodes.tasks.make.hidden import HiddenFile
 from sampler_fleet.episodes.wire import decode, encode
 
 _PYTHON = "exec python3 -I -S -B -c "
-_RUNNER = _PYTHON + shlex.quote(standalone("wire", "remote", "graderun"))
 _PARTS = ("tasks.make.testkit", "tasks.make.describe")
 _PROBE = _PYTHON + shlex.quote(standalone("wire", *_PARTS, "tasks.make.probe"))
 _MAX_OUTPUT = 8 << 20
@@ -57,18 +56,14 @@ async def run_graded(
     payload = encode((nonce, top_level_modules(tree), dict(hidden), names, seconds))
     async with sandboxes.open(tree_bytes(tree)) as sandbox:
         result = await sandbox.exec(
-            _RUNNER, timeout_s=seconds + _GRACE_S, stdin=payload, max_output=_MAX_OUTPUT
+            RUN_TESTS, timeout_s=seconds + _GRACE_S, stdin=payload, max_output=_MAX_OUTPUT
         )
-    mark = f"{nonce} "
-    lines = [line[len(mark) :] for line in result.output.splitlines() if line.startswith(mark)]
-    if not lines or lines[0] != "ready":
-        raise SandboxError(f"the test runner did not start: {result.output[-500:].strip()!r}")
-    results: dict[str, str] = {}
-    for line in lines[1:-1]:
-        status, name, why = line.split(" ", 2)
-        if not why[1:].startswith("Lost:"):
-            results[name] = "" if status == "passed" else why
-    return results
+    found, _ = read_report(result.output, nonce, names)
+    return {
+        name: "" if status == "passed" else why
+        for name, status, why in found
+        if not why[1:].startswith("Lost:")
+    }
 
 
 async def run_probe(

@@ -16,7 +16,7 @@ from typing import Any
 from contracts.errors import BadInputError
 from sampler_fleet.episodes.base import Task
 from sampler_fleet.episodes.tasks.sources import mimo, pro, r2e, swebench
-from sampler_fleet.episodes.tasks.sources.files import has_rows, read_rows
+from sampler_fleet.episodes.tasks.sources.files import has_rows, is_lone, is_parquet, read_rows
 from sampler_fleet.episodes.tasks.sources.harbor import read_harbor
 from sampler_fleet.episodes.tasks.sources.local import read_local
 from sampler_fleet.episodes.tasks.sources.row import Row
@@ -34,36 +34,37 @@ class _Format:
 
 
 def read_tasks(
-    source: Path, on_broken: Callable[[BadInputError], None] | None = None
+    source: Path, on_broken: Callable[[str, BadInputError], None] | None = None
 ) -> list[Task]:
     """All tasks of a file of rows, a directory of such files, or a directory of task directories.
 
-    `on_broken` is told of tasks that can't be read, which are left out; without it the first of
-    them ends the reading.
+    `on_broken` is told of tasks that can't be read, which are left out: (id, what is wrong), "" for
+    an id that can't be told. Without it the first of them ends the reading.
 
     Raises:
         BadInputError: nothing that is known, a broken task, two tasks of one id.
         FileNotFoundError: no such file.
     """
     tasks: dict[str, Task] = {}
-    for where, read in _readers(source):
+    for where, task_id, read in _readers(source):
         try:
             task = read()
-            if task.task_id in tasks:
+            task_id = task.task_id
+            if task_id in tasks:
                 raise BadInputError(
-                    where, expected="ids that differ", found=f"{task.task_id} a second time"
+                    where, expected="ids that differ", found=f"{task_id} a second time"
                 )
         except BadInputError as error:
             if on_broken is None:
                 raise
-            on_broken(error)
+            on_broken(task_id, error)
         else:
-            tasks[task.task_id] = task
+            tasks[task_id] = task
     return list(tasks.values())
 
 
-def _readers(source: Path) -> Iterator[tuple[str, Callable[[], Task]]]:
-    """(where, its reader) of every task."""
+def _readers(source: Path) -> Iterator[tuple[str, str, Callable[[], Task]]]:
+    """(where, id if it can be told, reader) of every task."""
     if source.is_file():
         files = [source]
         if not has_rows(source):
@@ -81,17 +82,20 @@ def _readers(source: Path) -> Iterator[tuple[str, Callable[[], Task]]]:
                 found="both: name one of them" if files else "neither",
             )
         for folder in folders:
-            yield str(folder), functools.partial(_read_folder, folder)
+            yield str(folder), folder.name, functools.partial(_read_folder, folder)
     formats = _formats()
     for file in files:
         for line, fields in read_rows(file):
             row = _row(file, line, fields)
             read = _recognize(row, formats)
-            yield row.where, functools.partial(read, row)
+            yield row.where, _instance(fields), functools.partial(read, row)
 
 
 def _find(source: Path) -> tuple[list[Path], list[Path]]:
-    """(task directories, files of rows) below a directory; nothing inside a task is looked at."""
+    """(task directories, files of rows) below a directory; nothing inside a task is looked at.
+
+    Pipes, devices and links to nothing are passed over.
+    """
     if not source.is_dir():
         raise FileNotFoundError(2, "No such file or directory", str(source))
     task_folders, row_files = [], []
@@ -102,11 +106,31 @@ def _find(source: Path) -> tuple[list[Path], list[Path]]:
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files = (Path(parent, name) for name in sorted(names) if not name.startswith("."))
-        row_files += [file for file in files if has_rows(file) and not mimo.is_mapping(file)]
+        row_files += [file for file in files if file.is_file() and _has_tasks(file)]
     return task_folders, row_files
 
 
+def _has_tasks(file: Path) -> bool:
+    """Whether it has rows of tasks, known or not.
+
+    Names of images are none, nor is a lone object that shares no field with any format: data sets
+    keep facts of themselves beside their rows, such as `dataset_infos.json`.
+    """
+    if not has_rows(file) or mimo.is_mapping(file):
+        return False
+    return is_parquet(file) or not is_lone(file) or _shares_a_field(next(read_rows(file))[1])
+
+
+def _shares_a_field(fields: Mapping[str, Any]) -> bool:
+    known = {name.partition(".")[0] for one in _formats() for name in one.fields}
+    return not known.isdisjoint(name.lower() for name in fields)
+
+
 def _read_folder(folder: Path) -> Task:
+    if not (folder / TASK_FILE).is_file():
+        raise BadInputError(
+            str(folder / TASK_FILE), expected="a regular file", found="a dead link, pipe or device"
+        )
     if (folder / "instruction.md").is_file():
         return read_harbor(folder)
     if (folder / "tree").is_dir():
@@ -132,13 +156,18 @@ def _formats() -> tuple[_Format, ...]:
 
 
 def _row(file: Path, line: int, fields: Mapping[str, Any]) -> Row:
-    instance = fields.get("instance_id")
-    where = f"{file}, line {line}"
+    where, instance = f"{file}, line {line}", _instance(fields)
     return Row(
         fields={name.lower(): value for name, value in fields.items()},
-        where=f"{where}, {instance}" if isinstance(instance, str) else where,
+        where=f"{where}, {instance}" if instance else where,
         folder=file.parent,
     )
+
+
+def _instance(fields: Mapping[str, Any]) -> str:
+    """What most sets call a row; "" where it has no such name."""
+    named = fields.get("instance_id")
+    return named if isinstance(named, str) else ""
 
 
 def _recognize(row: Row, formats: tuple[_Format, ...]) -> Callable[[Row], Task]:

@@ -18,7 +18,9 @@ from typing import Any
 from contracts.errors import BadInputError
 
 _PARQUET = b"PAR1"
+_BOM = b"\xef\xbb\xbf"
 _BATCH = 256  # rows of a Parquet file in memory at once
+_START_BYTES = 1 << 16  # of a file, in which JSON has to begin
 
 
 def walk(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -48,23 +50,45 @@ def read_text(path: Path) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(str(path), expected="valid TOML", found=str(error)) from None
 
 
-def has_rows(path: Path) -> bool:
-    """Whether it is Parquet, or its first line is a JSON object."""
-    with path.open("rb") as file:
-        start = file.read(len(_PARQUET))
-        if start == _PARQUET:
-            return True
-        if not start.lstrip().startswith(b"{"):
-            return False
-        first = (start + file.readline()).split(b"\n")[0]
+def read_json(text: str | bytes, where: str) -> Any:
+    """Any JSON value. BadInputError: it is none, or nested too deeply to read."""
     try:
-        return isinstance(json.loads(first), dict)
-    except ValueError:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(where, expected="JSON", found=str(error)) from None
+
+
+def is_parquet(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_PARQUET)) == _PARQUET
+
+
+def has_rows(path: Path) -> bool:
+    """Whether it is Parquet, or its first line that isn't empty is a JSON object."""
+    if is_parquet(path):
+        return True
+    with path.open("rb") as file:
+        start = file.read(_START_BYTES).removeprefix(_BOM).lstrip()
+        if not start.startswith(b"{"):
+            return False
+        first, newline, _ = start.partition(b"\n")
+        if not newline:
+            first += file.readline()
+    try:
+        return isinstance(read_json(first, str(path)), dict)
+    except BadInputError:
         return False
+
+
+def is_lone(path: Path) -> bool:
+    """Whether nothing follows the first line of a file of JSON lines."""
+    with path.open("rb") as file:
+        lines = (line for line in file if line.removeprefix(_BOM).strip())
+        return next(lines, None) is not None and next(lines, None) is None
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -73,26 +97,20 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         BadInputError: a line that is no JSON object; Parquet without pyarrow.
     """
-    with path.open("rb") as file:
-        is_parquet = file.read(len(_PARQUET)) == _PARQUET
-    yield from enumerate(_parquet(path), 1) if is_parquet else _json_lines(path)
+    yield from enumerate(_parquet(path), 1) if is_parquet(path) else _json_lines(path)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(_BOM)
             if not line.strip():
                 continue
-            try:
-                fields = json.loads(line)
-            except ValueError as error:
-                raise BadInputError(
-                    f"{path}, line {number}", expected="a JSON object", found=str(error)
-                ) from None
+            where = f"{path}, line {number}"
+            fields = read_json(line, where)
             if not isinstance(fields, dict):
-                raise BadInputError(
-                    f"{path}, line {number}", expected="a JSON object", found=repr(fields)
-                )
+                raise BadInputError(where, expected="a JSON object", found=repr(fields))
             yield number, fields
 
 

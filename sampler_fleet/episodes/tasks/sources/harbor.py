@@ -1,21 +1,22 @@
 """Harbor's directories: terminal-bench 2, SWE-bench Pro V2.
 
 Owns what of `task.toml`, `instruction.md`, `environment/`, `tests/` and `solution/` becomes the
-record. The verdict is what `tests/test.sh` writes to a file.
+record. The verdict is what `tests/test.sh` writes to a file. The resources that a task asks for are
+no part of it: containers have what the run gives them.
 """
 
 from __future__ import annotations
 
-import json
 import re
+import shlex
 from pathlib import Path
-from typing import Any
 
 from contracts.errors import BadInputError
 from sampler_fleet.episodes.base import Checkout, Judge, Task
-from sampler_fleet.episodes.tasks.sources.files import read_text, read_toml, walk
+from sampler_fleet.episodes.tasks.sources.files import read_json, read_text, read_toml, walk
 from sampler_fleet.episodes.tasks.sources.row import Row
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)", re.MULTILINE | re.IGNORECASE)
 
 
@@ -38,7 +39,8 @@ def read_harbor(folder: Path) -> Task:
         raise BadInputError(str(folder), expected="tests/test.sh", found="none")
     config = _config(folder)
     workdirs = _WORKDIR.findall(read_text(dockerfile)) if dockerfile.is_file() else []
-    patches = sorted((folder / "solution").glob("*.diff"))
+    diffs = sorted((folder / "solution").glob("*.diff"))
+    patches = [file for file in diffs if file.is_file()]
     script = folder / "solution" / "solve.sh"
     test_patch = folder / "tests" / "test_patch.patch"
     return Task(
@@ -58,7 +60,8 @@ def read_harbor(folder: Path) -> Task:
             fix_script=read_text(script) if script.is_file() and not patches else "",
             test_patch=read_text(test_patch) if test_patch.is_file() else "",
             test_files=tests,
-            test_command="bash /tests/test.sh",
+            test_command=_exports(verifier) + "bash /tests/test.sh",
+            may_use_network=_may_use_network(verifier, environment),
             judge=Judge.REWARD_FILE,
             episode_seconds=agent.seconds("timeout_sec"),
         ),
@@ -71,15 +74,31 @@ def read_harbor(folder: Path) -> Task:
 def _config(folder: Path) -> Row:
     """What SWE-bench Pro V2 keeps of an instance's row; terminal-bench has nothing like it."""
     path = folder / "tests" / "config.json"
-    fields: Any = {}
-    if path.is_file():
-        try:
-            fields = json.loads(read_text(path))
-        except ValueError as error:
-            raise BadInputError(str(path), expected="JSON", found=str(error)) from None
+    fields = read_json(read_text(path), str(path)) if path.is_file() else {}
     fields = fields if isinstance(fields, dict) else {}
     lower = {name.lower(): value for name, value in fields.items()}
     return Row(fields=lower, where=str(path), folder=folder)
+
+
+def _exports(verifier: Row) -> str:
+    """`[verifier] env` as bash, of values that the task gives itself."""
+    env = verifier.table("env") if "env" in verifier.fields else {}
+    for name, value in env.items():
+        if not _VARIABLE.fullmatch(name) or not isinstance(value, str) or "${" in value:
+            raise verifier.wrong(
+                "[verifier] env",
+                expected="variables and their texts, none of them from outside (${...})",
+                found=f"{name} = {value!r}",
+            )
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+
+
+def _may_use_network(verifier: Row, environment: Row) -> bool:
+    """By Harbor's rule: the verifier's mode, else the environment's, else the public network."""
+    if environment.fields.get("allow_internet") is False:  # an earlier spelling
+        return False
+    mode = verifier.text("network_mode", "") or environment.text("network_mode", "public")
+    return mode != "no-network"
 
 
 def _none(row: Row) -> Row:

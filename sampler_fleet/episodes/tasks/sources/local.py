@@ -42,8 +42,9 @@ def read_local(folder: Path) -> Task:
     }
     if not top_level_modules(tree):
         raise BadInputError(str(folder / "tree"), expected="Python modules in it", found="none")
-    if any(path.split("/")[0] == ".git" for path in tree):
-        raise BadInputError(str(folder / "tree"), expected="no history", found=".git")
+    for path in tree:
+        if any(part.lower() == ".git" for part in path.split("/")):
+            raise BadInputError(str(folder / "tree"), expected="no history", found=path)
     tests = {f"tests/{path}": read_text(file) for path, file in walk(folder / "tests")}
     fail_to_pass, pass_to_pass = row.some_texts("fail_to_pass"), row.texts("pass_to_pass")
     for name in (*fail_to_pass, *pass_to_pass):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sampler_fleet.episodes.base import Checkout, Judge, Task
-from sampler_fleet.episodes.tasks.sources.files import has_rows, read_rows
+from sampler_fleet.episodes.tasks.sources.files import has_rows, is_parquet, read_rows
 from sampler_fleet.episodes.tasks.sources.row import Row
 
 FIELDS = ("extra_info.instance_json",)
@@ -47,22 +47,28 @@ def read_mimo(row: Row, image_names: Callable[[Path], Mapping[str, str]]) -> Tas
 
 def is_mapping(file: Path) -> bool:
     """Whether a file of rows has names of images, and no tasks."""
-    with file.open("rb") as start:
-        if start.read(1) != b"{":
-            return False  # Parquet
-    return {_ALIAS, _NAME} == {*next(read_rows(file))[1]}
+    return not is_parquet(file) and {_ALIAS, _NAME} == {*next(read_rows(file))[1]}
 
 
 def read_image_names(folder: Path) -> dict[str, str]:
     """What registries call the images that rows in `folder` name, from all mappings there."""
     files = (file for file in sorted(folder.iterdir()) if file.is_file())
     mappings = [file for file in files if has_rows(file) and is_mapping(file)]
-    return {row[_ALIAS]: row[_NAME] for file in mappings for _, row in read_rows(file)}
+    rows = (
+        Row(fields=fields, where=f"{file}, line {line}", folder=folder)
+        for file in mappings
+        for line, fields in read_rows(file)
+    )
+    return {row.text(_ALIAS): row.text(_NAME) for row in rows}
 
 
 def _prompt(row: Row) -> str:
     messages = row.fields.get("prompt")
     try:
-        return next(m["content"] for m in messages if m["role"] == "user")  # type: ignore[union-attr]
+        content = next(m["content"] for m in messages if m["role"] == "user")  # type: ignore[union-attr]
     except (TypeError, KeyError, StopIteration):
         raise row.wrong("prompt", expected="a user's message", found=repr(messages)) from None
+    if not isinstance(content, str):
+        expected = "a user's message whose content is a text"
+        raise row.wrong("prompt", expected=expected, found=repr(content))
+    return content

@@ -18,6 +18,7 @@ FIELDS = (
     "selected_test_files_to_run",
 )
 _LONGEST_TAG = 128
+_SCRIPTS = ("run_script.sh", "parser.py")
 
 
 def read_pro(row: Row) -> Task:
@@ -63,6 +64,6 @@ def read_pro(row: Row) -> Task:
 def _scripts(row: Row, instance: str) -> dict[str, bytes]:
     for folder in (row.folder, *row.folder.resolve().parents):
         found = folder / "run_scripts" / instance
-        if found.is_dir():
-            return {name: (found / name).read_bytes() for name in ("run_script.sh", "parser.py")}
+        if all((found / name).is_file() for name in _SCRIPTS):
+            return {name: (found / name).read_bytes() for name in _SCRIPTS}
     return {}

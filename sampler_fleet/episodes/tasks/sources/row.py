@@ -15,6 +15,7 @@ from typing import Any
 
 from contracts.errors import BadInputError
 
+_MAX_SECONDS = 1e6  # clocks can't wait for inf, nor for 1e300
 _LITERAL_ERRORS = (ValueError, SyntaxError, MemoryError, RecursionError)
 
 
@@ -38,12 +39,14 @@ class Row:
         return value
 
     def seconds(self, key: str) -> float | None:
-        """A positive number, or None where there is none."""
+        """A positive, finite number, or None where there is none."""
         value = self.fields.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.wrong(key, expected="a number of seconds above 0", found=repr(value))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= _MAX_SECONDS:
+            expected = f"a number of seconds above 0, {_MAX_SECONDS:.0f} at most"
+            raise self.wrong(key, expected=expected, found=repr(value))
         return float(value)
 
     def texts(self, key: str) -> tuple[str, ...]:
