@@ -24,6 +24,15 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def is_running(pid: int) -> bool:
+    """Not once it has ended, though nobody may have asked for its status yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
 async def started(marker: str, num: int) -> bool:
     """Whether so many processes have got as far as their own command line."""
     for _ in range(100):

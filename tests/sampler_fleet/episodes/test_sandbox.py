@@ -28,7 +28,13 @@ from sampler_fleet.episodes.sandbox import (
 )
 from sampler_fleet.episodes.sandbox_supervisor import SNAPSHOT_S, Supervisor
 from sampler_fleet.episodes.supervised import Supervised
-from tests.sampler_fleet.episodes.processes import children_of, gone, processes_of, started
+from tests.sampler_fleet.episodes.processes import (
+    children_of,
+    gone,
+    is_running,
+    processes_of,
+    started,
+)
 
 LINKS = """python3 -c "
 import os
@@ -439,11 +445,11 @@ class TestLife:
             with pytest.raises(SandboxError, match="no answer in time"):
                 await box.ask("exec", b"cat", bytes(4 << 20), 1.0, 100, timeout_s=0.3)
         for _ in range(100):
-            if not Path("/proc", str(pid)).exists():
+            if not is_running(pid):
                 break
             await asyncio.sleep(0.05)
         else:
-            pytest.fail("it is still there")
+            pytest.fail(f"it is still there: {Path(f'/proc/{pid}/status').read_text()}")
 
     async def test_slots_have_user_ids_of_their_own(self, host):
         """In all pools: the kernel counts some things by user, whoever started them."""
