@@ -173,8 +173,12 @@ def evaluate(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="checkpoints/<step> of a run, or a run")],
     out: Annotated[Path, typer.Argument(help="the directory to write")],
-    layout: Annotated[str, typer.Option(help="per-expert or fused")] = "per-expert",
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32")] = "bfloat16",
+    layout: Annotated[
+        str | None, typer.Option(help="per-expert or fused; as the start checkpoint has it")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 or float32; as the start checkpoint has it")
+    ] = None,
 ) -> None:
     """Write a trainer checkpoint as a Hugging Face directory."""
     _prepare()

@@ -15,8 +15,9 @@ from trainer_jax.hf import load_config, save_checkpoint
 from trainer_jax.run_directory import RECORD
 
 
-def export_checkpoint(checkpoint: Path, out: Path, *, layout: Any, dtype: str) -> None:
-    """Writes `checkpoint` (checkpoints/<step> of a run, or the run: its newest) to `out`.
+def export_checkpoint(checkpoint: Path, out: Path, *, layout: Any, dtype: str | None) -> None:
+    """Writes `checkpoint` (checkpoints/<step> of a run, or the run: its newest) to `out`, in the
+    layout and dtypes of the checkpoint that the run began with where None is given.
 
     Raises:
         BadInputError: no checkpoint there, or `out` exists.
