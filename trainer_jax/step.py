@@ -127,6 +127,11 @@ class Update:
             lambda params: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params),
             out_shardings=self._shardings,
         )
+        # placed like what comes back, or the second micro-batch would compile anew
+        self._no_sums = jax.jit(
+            functools.partial(loss_metrics.no_sums, len(group_names)),
+            out_shardings=self._replicated,
+        )
         self._accumulate = jax.jit(
             self._accumulate_one,
             donate_argnums=(1, 2),
@@ -161,7 +166,7 @@ class Update:
         """Both programs of an update, for a batch of arrays or of shapes; nothing is computed."""
         state = self.abstract_state()
         grads = _abstract(jax.eval_shape(_in_float32, self._shapes), self._shardings)
-        sums = jax.eval_shape(functools.partial(loss_metrics.no_sums, len(self._group_names)))
+        sums = jax.eval_shape(self._no_sums)
         sums = _abstract(sums, jax.tree.map(lambda _: self._replicated, sums))
         placed = _abstract(batch, batch_placement(self._mesh, batch))
         scalars = _Scalars(np.int32(0), np.float32(1))
@@ -215,9 +220,7 @@ class Update:
         """
         denominator = self._denominator(batches)
         grads = self._zeros(state.params)
-        # placed like what comes back, or the second micro-batch would compile anew
-        no_sums = loss_metrics.no_sums(len(self._group_names))
-        sums = place(no_sums, jax.tree.map(lambda _: self._replicated, no_sums))
+        sums = self._no_sums()
         scalars = _Scalars(np.int32(version), np.float32(denominator))
         values = []
         for batch in batches:

@@ -19,26 +19,15 @@ from contracts.errors import BadInputError, RetryError
 from contracts.evaluations import EPISODES, read_records
 from contracts.types import Ending, EvaluationSample, Patch, Trajectory
 from tests.trainer_jax.random_trajectories import random_trajectory
+from tests.trainer_jax.test_config import MODEL
 from trainer_jax.config import EvaluationSection
 from trainer_jax.evaluate import evaluate_missing, pass_at_k, summarize
 from trainer_jax.evaluate_records import Episode, EvaluationRecords, Settings
 from trainer_jax.evaluate_regrade import by_verdicts, changes, latest
 from trainer_jax.evaluate_report import EVALUATION, REPORT, Result, print_result, write_result
 from trainer_jax.evaluate_source import Policy, Request, find_policy, find_tasks, read_sections
-from trainer_jax.models.config import ModelConfig
 from trainer_jax.rollouts import RolloutClient
 
-MODEL = ModelConfig(
-    vocab_size=64,
-    hidden_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    num_experts=2,
-    num_experts_per_tok=1,
-    moe_intermediate_size=16,
-)
 SETTINGS = Settings(
     checkpoint="final",
     source="tasks",

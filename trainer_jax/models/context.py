@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from trainer_jax.models.attention import CHUNK, attend_from
-from trainer_jax.models.deltanet import Incoming, causal_convolution, delta_rule_from
+from trainer_jax.models.deltanet import NO_SEGMENT, Incoming, causal_convolution, delta_rule_from
 
 AXIS = "context"
-_NO_SEGMENT = -2  # of nothing that comes in
 
 
 def attend(q_BxTxHxA, k_BxTxJxA, v_BxTxJxA, segments_BxT) -> jax.Array:
@@ -38,7 +37,7 @@ def convolution(x_BxTxI, taps_KxI, segments_BxT) -> jax.Array:
     """`deltanet.causal_convolution`, which looks back into the stretch before."""
     reach = len(taps_KxI) - 1
     tail = _from_before(x_BxTxI[:, -reach:])
-    segments = jnp.where(_is_first(), _NO_SEGMENT, _from_before(segments_BxT[:, -reach:]))
+    segments = _segments_before(segments_BxT[:, -reach:])
     y = causal_convolution(
         jnp.concatenate([tail, x_BxTxI], axis=1),
         taps_KxI,
@@ -55,8 +54,7 @@ def delta_rule(q_BxTxJxA, k_BxTxJxA, v_BxTxHxW, g_BxTxH, beta_BxTxH, segments_Bx
     nothing coming in, N and o. So all stretches are computed at once, and M and N are passed.
     """
     (B, _, _, A), (H, W) = q_BxTxJxA.shape, v_BxTxHxW.shape[2:]
-    last = _from_before(segments_BxT[:, -1])
-    segment_B = jnp.where(_is_first(), _NO_SEGMENT, last)
+    segment_B = _segments_before(segments_BxT[:, -1])
     nothing = Incoming(jnp.zeros((B, H, A, W), jnp.float32), segment_B)
     eye = jnp.broadcast_to(jnp.eye(A, dtype=jnp.float32)[None, None], (B, H, A, A))
     rest = g_BxTxH, beta_BxTxH, segments_BxT
@@ -87,5 +85,7 @@ def _from_before(x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, AXIS)[jax.lax.axis_index(AXIS) - 1]
 
 
-def _is_first() -> jax.Array:
-    return jax.lax.axis_index(AXIS) == 0
+def _segments_before(segments: jax.Array) -> jax.Array:
+    """Of the stretch before; nothing comes into the first."""
+    is_first = jax.lax.axis_index(AXIS) == 0
+    return jnp.where(is_first, NO_SEGMENT, _from_before(segments))

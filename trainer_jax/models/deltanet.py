@@ -32,7 +32,7 @@ GROUP = 4  # chunks; on CPU as fast as 2, 8 took 1.25 times as long and more mem
 _BLOCK = 8  # of a triangular inverse by substitution
 _STRONGEST = -100.0  # log of a decay; exp of it is 0
 _GRID = 2.0**-11  # CHUNK * _STRONGEST / _GRID is below 2^24: sums of multiples are exact
-_NO_SEGMENT = -2  # of nothing that comes in
+NO_SEGMENT = -2  # of nothing that comes in
 _MASKED = -1e30  # before exp: after it, inf * 0 would be the gradient
 
 
@@ -82,7 +82,7 @@ def delta_rule(
     `g` is the log of the decay, at most 0. Memory is linear in T.
     """
     (B, _, _, A), (H, W) = q_BxTxJxA.shape, v_BxTxHxW.shape[2:]
-    nothing = Incoming(jnp.zeros((B, H, A, W), jnp.float32), jnp.full(B, _NO_SEGMENT, jnp.int32))
+    nothing = Incoming(jnp.zeros((B, H, A, W), jnp.float32), jnp.full(B, NO_SEGMENT, jnp.int32))
     arguments = q_BxTxJxA, k_BxTxJxA, v_BxTxHxW, g_BxTxH, beta_BxTxH, segments_BxT
     return delta_rule_from(nothing, *arguments, chunk=chunk)[0]
 
