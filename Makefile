@@ -10,7 +10,7 @@ SET ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup browser demo test unit e2e test-sglang test-agents check format proto warmstart clean
+.PHONY: help setup browser demo test unit e2e test-sglang test-agents check format proto warmstart stability-warmstart results results-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /|/' | column -t -s '|'
@@ -40,7 +40,7 @@ test-agents: setup ## the OpenAI endpoint under the real mini-swe-agent
 	@python="$$(PYTHON="$(PYTHON)" bash tools/agents_env.sh)" && MINI_SWE_AGENT_PYTHON="$$python" \
 		$(BIN)/python -m pytest tests/sampler_fleet/openai/test_mini_swe_agent.py
 
-check: setup ## lint, types, layout, generated files
+check: setup results-check ## lint, types, layout, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tools.check_layout
@@ -61,6 +61,20 @@ warmstart: setup ## reproduce examples/demo-checkpoint from the repository alone
 	$(BIN)/python -m trainer_jax sft examples/warmstart.toml
 	rm -rf examples/demo-checkpoint
 	cp -r build/warmstart/checkpoint examples/demo-checkpoint
+
+stability-warmstart: setup ## reproduce examples/stability/warm-start-* from the repository alone
+	for seed in 0 1; do \
+		$(BIN)/python -m sampler_fleet demonstrations --environment grid --num 12000 --seed $$seed \
+			--tokenizer examples/demo-checkpoint --out build/stability/demonstrations.npz && \
+		$(BIN)/python -m trainer_jax sft examples/stability/warmstart.toml --set sft.seed=$$seed \
+			--set sft.out=examples/stability/warm-start-$$seed || exit 1; \
+	done
+
+results: setup ## the report of docs/results/stability, from the runs that are finished
+	$(BIN)/python -m tools.stability_report docs/results/stability
+
+results-check: setup ## whether that report is what its runs give
+	$(BIN)/python -m tools.stability_report docs/results/stability --check
 
 clean: ## remove the environment, caches and runs
 	rm -rf .venv .cache runs build *.egg-info

@@ -45,7 +45,7 @@ from contracts.types import TrajectoryGroup
 from trainer_jax.advantages import advantages_of
 from trainer_jax.batch import Batch, pack
 from trainer_jax.hf import load_checkpoint, save_checkpoint
-from trainer_jax.loss import LossConfig
+from trainer_jax.loss_config import LossConfig
 from trainer_jax.mesh import make_mesh
 from trainer_jax.models.config import ATTENTION, DELTANET, ComputeConfig, ModelConfig
 from trainer_jax.models.decoder import head_weight, hidden_states

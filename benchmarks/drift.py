@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 
 from tests.trainer_jax.drift import GRPO, IS, MIS, STEPS, TIS, drift
 
-# label -> weight, centering, whether that is the wrong one, colour (for any colour vision)
+# label -> weight, centering, colour (for any colour vision)
 MOVING = {
-    "grpo": (GRPO, False, False, "#D55E00"),
-    "grpo+mis": (MIS, False, False, "#E69F00"),
-    "grpo+tis": (TIS, False, False, "#CC79A7"),
-    "wrong centering": (MIS, True, True, "#7A7A7A"),
+    "grpo": (GRPO, False, "#D55E00"),
+    "grpo+mis": (MIS, False, "#E69F00"),
+    "grpo+tis": (TIS, False, "#CC79A7"),
+    "wrong centering": (MIS, "drawn", "#7A7A7A"),
 }
 STAYING = {
     "is": (IS, False),
@@ -41,8 +41,8 @@ def draw_panel(axes: Axes, advantage: float) -> None:
     """One line per arm over the steps, labelled where it ends; the corrected arms lie on 0."""
     steps = range(STEPS + 1)
     names = []
-    for label, (weight, center, wrong, color) in MOVING.items():
-        kl = drift(weight, center=center, replay=False, advantage=advantage, wrong=wrong)
+    for label, (weight, center, color) in MOVING.items():
+        kl = drift(weight, center=center, replay=False, advantage=advantage)
         axes.plot(steps, [0, *kl], color=color, linewidth=2)
         names.append((float(kl[-1]), label, color))
     for weight, center in STAYING.values():

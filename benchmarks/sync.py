@@ -75,7 +75,7 @@ def train(config: ModelConfig, folder: Path) -> list[Path]:
     from trainer_jax.advantages import advantages_of
     from trainer_jax.batch import pack
     from trainer_jax.hf import save_checkpoint
-    from trainer_jax.loss import LossConfig
+    from trainer_jax.loss_config import LossConfig
     from trainer_jax.mesh import make_mesh
     from trainer_jax.models.parameters import init_params
     from trainer_jax.records import RecordRules

@@ -38,6 +38,7 @@ class KvFormat(enum.StrEnum):
 
     BF16 = "bf16"
     FP8 = "fp8"
+    NVFP4 = "nvfp4"  # blocks of 16 along a head
 
 
 class Purpose(enum.StrEnum):

@@ -17,6 +17,7 @@ import typer
 from contracts.credentials import read_credentials
 from contracts.errors import EXIT_DIRTY, DirtyProcessError, exits_politely
 from contracts.logs import log_to_stderr
+from sampler_fleet.episodes.base import Environment
 from sampler_fleet.episodes.tasks.cli import app as tasks_app
 from sampler_fleet.process import die_with_parent
 from sampler_fleet.providers.modal_config import check_has_modal
@@ -302,11 +303,14 @@ def demonstrations(
     tokenizer: Annotated[Path, typer.Option(help="Directory with the tokenizer's files.")],
     num: Annotated[int, typer.Option(help="Episodes.")],
     seed: Annotated[int, typer.Option()] = 0,
+    environment: Annotated[
+        Environment, typer.Option(help="What the episodes are about, as in [tasks].")
+    ] = "code",
 ) -> None:
     """Scripted episodes for the supervised warm start."""
     from sampler_fleet.episodes.tasks.demonstrations import write_demonstrations
 
-    write_demonstrations(out, tokenizer, num, seed)
+    write_demonstrations(out, tokenizer, num, seed, environment=environment)
 
 
 @app.command("tokenizer")

@@ -19,6 +19,7 @@ from contracts.runfile import Section, read_resolved, validate_section
 from contracts.types import KvFormat, Purpose, SamplingParams, WeightFormat
 from sampler_fleet.cost import Price, Prices
 from sampler_fleet.episodes.agent import AgentConfig, EpisodeLimits
+from sampler_fleet.episodes.base import Environment
 from sampler_fleet.episodes.containers.launch import SandboxConfig
 from sampler_fleet.episodes.grading import GradingLimits
 from sampler_fleet.providers.modal_config import ModalConfig, ModalGroupConfig
@@ -189,7 +190,10 @@ class EpisodesConfig(Section):
 
 
 class TasksConfig(Section):
-    """[tasks]: the coding tasks of both splits, generated or from a source (docs/tasks.md).
+    """[tasks]: the tasks of both splits, generated or from a source (docs/tasks.md).
+
+    `environment` says of what kind generated tasks are: faulty code in a sandbox, or a
+    place on a grid to walk to (`episodes/grid.py`), which no sandbox is needed for.
 
     With a source, `num_train` and `num_heldout` are the most that are taken of it. Subset files
     have one id per line; a split without one has all tasks that are not in the other's, but those
@@ -199,6 +203,7 @@ class TasksConfig(Section):
     num_train: int = Field(default=512, ge=1)
     num_heldout: int = Field(default=64, ge=1)
     seed: int = Field(default=0, ge=0)
+    environment: Environment = "code"
     source: str = ""  # directory of tasks in the local format; empty: they are generated
     heldout_share: float = Field(default=0.2, ge=0, lt=1)  # of tasks that name no split
     ids: str = ""  # subset file: only these tasks of the source count
@@ -209,6 +214,8 @@ class TasksConfig(Section):
     def _subsets_of_a_source(self) -> TasksConfig:
         if not self.source and (self.ids or self.train_ids or self.heldout_ids):
             raise ValueError("a source that ids, train_ids and heldout_ids are of")
+        if self.source and self.environment != "code":
+            raise ValueError("a source only in the environment of code")
         return self
 
 

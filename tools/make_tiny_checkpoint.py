@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from contracts.errors import BadInputError, exits_politely
-from trainer_jax.hf import DTYPES, RULES, check_tokenizer, save_checkpoint
+from trainer_jax.hf import DTYPES, EXPERTS, check_tokenizer, save_checkpoint
 from trainer_jax.models.config import ModelConfig
 from trainer_jax.models.parameters import count_parameters, init_params
 
@@ -40,7 +40,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--scale", type=float, default=0.1, help="standard deviation of the matrices' values"
     )
-    parser.add_argument("--layout", choices=list(RULES), default="per-expert")
+    parser.add_argument("--layout", choices=list(EXPERTS), default="per-expert")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="its tokenizer travels along")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""`python -m trainer_jax`: train, plan, evaluate, export, report, compare, sft.
+"""`python -m trainer_jax`: train, plan, evaluate, export, report, compare, sweep, sft.
 
 Owns the command line, logging and signals. Anything else belongs to the modules it calls, which it
 imports late: `--help` and a wrong run file should not wait for JAX.
@@ -206,6 +206,43 @@ def compare(
     from trainer_jax.compare import compare_runs
 
     compare_runs(runs, _console())
+
+
+@app.command()
+def sweep(
+    sweep_file: Annotated[Path, typer.Argument(metavar="SWEEP.toml", help="the sweep file")],
+    scale: Annotated[str, typer.Option(help="which of its scales")],
+    jobs: Annotated[int, typer.Option(min=1, help="runs at once")] = 2,
+    only: Annotated[str, typer.Option(help="runs whose name has this in it")] = "",
+    smoke: Annotated[bool, typer.Option("--smoke", help="each arm once, cut short")] = False,
+    results: Annotated[Path | None, typer.Option(help="not the sweep file's")] = None,
+    directory: Annotated[Path | None, typer.Option(help="of the runs")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="keep directories of finished runs")] = False,
+) -> None:
+    """Make the runs of a sweep that its results lack; run again, it goes on where it was.
+
+    Status 130 if it was stopped before the end.
+    """
+    from trainer_jax.sweep import planned_runs, read_sweep
+    from trainer_jax.sweep_run import run_sweep
+
+    config = read_sweep(sweep_file)
+    config = config.model_copy(
+        update={
+            "results": results or config.results,
+            "directory": directory or config.directory,
+        }
+    )
+    runs = [run for run in planned_runs(config, scale, smoke=smoke) if only in run.name]
+    if not runs:
+        raise BadInputError("--only", expected=f"a part of a name in {scale}", found=only)
+    with _stop_on_signals() as stop_requested:
+        is_done = run_sweep(
+            config, runs, jobs=jobs, keep=keep, console=_console(), stop_requested=stop_requested
+        )
+    if not is_done:
+        print("stopped; the same command goes on", flush=True)
+        raise typer.Exit(130)
 
 
 @app.command()

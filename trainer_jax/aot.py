@@ -36,6 +36,7 @@ from trainer_jax.config import RunConfig, load_run
 from trainer_jax.hf import load_config
 from trainer_jax.hlo import Array, Module, Traffic
 from trainer_jax.mesh import make_mesh
+from trainer_jax.models.config import ComputeConfig
 from trainer_jax.step import make_update
 from trainer_jax.summary import training_groups
 
@@ -129,7 +130,7 @@ def compile_here(config: RunConfig) -> dict[str, Any]:
         mesh,
         group_names=training_groups(config.sections),
         temperature=config.sections.get("sampling", {}).get("temperature", 1.0),
-        compute=config.model.compute,
+        compute=_on_cpu(config.model.compute),
         freeze_router=config.optimizer.freeze_router,
         masters=config.optimizer.masters,
     )
@@ -152,6 +153,16 @@ def compile_here(config: RunConfig) -> dict[str, Any]:
         "seconds": time.monotonic() - start,
         "compiler_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
+
+
+def _on_cpu(compute: ComputeConfig) -> ComputeConfig:
+    """What an accelerator's own forms are planned by: the nearest that a CPU compiles.
+
+    The ragged dispatch has the buffers of the all-to-all one; a kernel has none of its own.
+    """
+    nearest = {"ffn": {"tokamax": "auto"}, "dispatch": {"ragged": "all-to-all"}}
+    chosen = {key: names.get(getattr(compute, key)) for key, names in nearest.items()}
+    return compute.model_copy(update={key: name for key, name in chosen.items() if name})
 
 
 def abstract_batch(rows: int, row_tokens: int, widths: Iterable[int], *, num_shards: int) -> Batch:
@@ -184,6 +195,7 @@ def abstract_batch(rows: int, row_tokens: int, widths: Iterable[int], *, num_sha
         positions_BxR=row,
         segments_BxR=row,
         num_trained_M=array((rows,), np.float32),
+        origin_M=array((rows,), np.int32),
         buckets=tuple(map(bucket, widths)),
     )
 

@@ -18,6 +18,7 @@ M trajectories of the micro-batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Batch:
     positions_BxR: np.ndarray  # int32, from 0 in each segment
     segments_BxR: np.ndarray  # int32, from 1 in each row; 0 is padding
     num_trained_M: np.ndarray  # float32, trained tokens of each trajectory; 0 in free slots
+    origin_M: np.ndarray  # int32, which of all trajectories handed to `pack`; -1 in free slots
     buckets: tuple[TokenBucket, ...]
 
     @property
@@ -96,6 +98,7 @@ class _Item(NamedTuple):
     trajectory: Trajectory
     advantage: float
     group: int
+    origin: int
 
 
 def pack(
@@ -128,8 +131,10 @@ def pack(
     """
     assert rows % num_shards == 0 and rules.max_candidates <= candidate_buckets[-1]
     kept: dict[int, list[_Item]] = {}
+    numbers = itertools.count()
     for group, values in zip(groups, advantages, strict=True):
         for trajectory, advantage in zip(group.trajectories, values, strict=True):
+            origin = next(numbers)
             if trajectory.reward is None or not trajectory.loss_mask.any():
                 continue
             check_trajectory(trajectory, rules)
@@ -141,7 +146,8 @@ def pack(
             while length < len(trajectory.tokens):
                 length *= 2
             index = rules.group_names.index(trajectory.group)
-            kept.setdefault(length, []).append(_Item(trajectory, float(advantage), index))
+            item = _Item(trajectory, float(advantage), index, origin)
+            kept.setdefault(length, []).append(item)
     if not kept:
         raise BadInputError("batch", expected="a trained token", found="none in its trajectories")
     known = {shape.row_tokens: shape for shape in at_least}
@@ -224,15 +230,21 @@ def _batches(
         room = max(room, known.num_trajectories)
     batches = []
     for shards, parts in zip(micro, tokens, strict=True):
-        num_trained_M = np.zeros(room, np.float32)
-        lengths = [len(item.trajectory.sampler_logp) for s in shards for row in s for item in row]
-        num_trained_M[: len(lengths)] = lengths
+        num_trained_M, origin_M = np.zeros(room, np.float32), np.full(room, -1, np.int32)
+        items = [item for cell in shards for row in cell for item in row]
+        num_trained_M[: len(items)] = [len(item.trajectory.sampler_logp) for item in items]
+        origin_M[: len(items)] = [item.origin for item in items]
         buckets = [
             _stack([_fill_bucket(part, i, widths, slots[i]) for part in parts])
             for i in range(len(widths))
         ]
         batches.append(
-            Batch(**_row_arrays(shards, shape), num_trained_M=num_trained_M, buckets=tuple(buckets))
+            Batch(
+                **_row_arrays(shards, shape),
+                num_trained_M=num_trained_M,
+                origin_M=origin_M,
+                buckets=tuple(buckets),
+            )
         )
     return batches
 

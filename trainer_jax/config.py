@@ -20,7 +20,7 @@ from contracts.errors import BadInputError
 from contracts.runfile import Section, read_resolved, read_run_file, validate_section
 from trainer_jax.cluster import ClusterSection
 from trainer_jax.collapse import CollapseLimits
-from trainer_jax.loss import LossConfig
+from trainer_jax.loss_config import LossConfig
 from trainer_jax.models.config import ComputeConfig
 from trainer_jax.models.parameters import decays
 from trainer_jax.sft import SftConfig
@@ -163,8 +163,11 @@ class TrainSection(Section):
     staleness_limit: int | None = Field(default=None, ge=0)  # versions; 0 is synchronous
     checkpoint_every: int = Field(default=10, gt=0)  # updates
     keep_checkpoints: int = Field(default=2, gt=0)
+    record_every: int = Field(default=0, ge=0)  # updates; 0: trajectories are not kept
+    record_groups: int = Field(default=2, gt=0)  # of a recorded update, the first
     collapse: CollapseLimits = CollapseLimits()
     stop_on_collapse: bool = False
+    collapse_updates: int = Field(default=0, ge=0)  # more after a collapse, to see what comes
 
     @model_validator(mode="after")
     def _buckets_grow(self) -> TrainSection:

@@ -33,7 +33,7 @@ from trainer_jax.models.parameters import Params, nest, parameter_shapes
 from trainer_jax.parts import Part, by_path, own_parts, regions
 from trainer_jax.tensor_files import INDEX, TensorFiles
 from trainer_jax.tensor_map import (
-    RULES,
+    EXPERTS,
     Audit,
     FileTensor,
     Header,
@@ -44,8 +44,8 @@ from trainer_jax.tensor_map import (
 )
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float16": np.float16}
-_DTYPE_NAMES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
-_WORDS = {name: word for word, name in _DTYPE_NAMES.items()}
+DTYPE_NAMES = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
+_WORDS = {name: word for word, name in DTYPE_NAMES.items()}
 _WRITERS = 4  # threads; casting and copying give way to one another
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -203,7 +203,7 @@ class _Source:
         usual = self.headers[f"{self.naming.prefix}embed_tokens.weight"]
         own = self.headers.get(name, usual)  # experts may be laid out anew
         if wanted is None or (own.dtype == "F32" != usual.dtype):
-            return _DTYPE_NAMES[own.dtype]
+            return DTYPE_NAMES[own.dtype]
         return wanted
 
 
@@ -262,8 +262,8 @@ def save_checkpoint(
         BadInputError: an unknown layout or dtype, `copy_from` is no directory, or a broken one.
         OSError: the disk is full or the place not writable; nothing is left behind.
     """
-    if layout not in (*RULES, None):
-        raise BadInputError("checkpoint layout", expected=" or ".join(RULES), found=layout)
+    if layout not in (*EXPERTS, None):
+        raise BadInputError("checkpoint layout", expected=" or ".join(EXPERTS), found=layout)
     if dtype not in (*DTYPES, None):
         raise BadInputError("checkpoint dtype", expected=" or ".join(DTYPES), found=dtype)
     if copy_from is not None and not Path(copy_from).is_dir():

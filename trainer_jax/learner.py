@@ -7,7 +7,7 @@ files of a run, or when an update is due.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from trainer_jax.config import RunConfig
 from trainer_jax.hf import load_checkpoint, save_checkpoint
 from trainer_jax.mesh import make_mesh
 from trainer_jax.parts import own_parts
+from trainer_jax.recorded import TrainedTokens, by_trajectory
 from trainer_jax.records import RecordRules, check_trajectory
 from trainer_jax.step import PendingMetrics, TrainState, make_update
 from trainer_jax.summary import training_groups
@@ -27,11 +28,13 @@ from trainer_jax.summary import training_groups
 class PendingUpdate:
     """An update that was dispatched. `seconds` is known once `metrics` was called."""
 
-    def __init__(self, pending: PendingMetrics, num_tokens: int) -> None:
+    def __init__(self, pending: PendingMetrics, batches: Sequence[Batch], *, record: bool) -> None:
         self._pending = pending
+        self._recorded = tuple(batches) if record else ()
         self._started = time.monotonic()
         self._ready: float | None = None
-        self.num_tokens = num_tokens  # of the rows, prompts and observations included
+        # of the rows, prompts and observations included
+        self.num_tokens = sum(int((batch.segments_BxR > 0).sum()) for batch in batches)
 
     def is_ready(self) -> bool:
         if self._ready is None and self._pending.is_ready():
@@ -43,6 +46,10 @@ class PendingUpdate:
         values = self._pending.read()
         self._ready = self._ready or time.monotonic()
         return values
+
+    def trained_tokens(self) -> Mapping[int, TrainedTokens]:
+        """Of an update that records, by the trajectory's number in all its groups; waits for it."""
+        return by_trajectory(self._recorded, self._pending.token_values())
 
     @property
     def seconds(self) -> float:
@@ -72,6 +79,7 @@ class Learner:
             compute=config.model.compute,
             freeze_router=config.optimizer.freeze_router,
             masters=config.optimizer.masters,
+            keep_tokens=config.train.record_every > 0,
         )
         self._rules = RecordRules(
             group_names=tuple(groups),
@@ -111,11 +119,15 @@ class Learner:
         self._shapes |= {batch.shape.row_tokens: batch.shape for batch in batches}
         return batches
 
-    def update(self, batches: Sequence[Batch], version: int) -> PendingUpdate:
-        """Dispatches one optimizer step; the arrays of the state before it are gone."""
-        self.state, pending = self._update(self.state, batches, version=version)
-        num_tokens = sum(int((batch.segments_BxR > 0).sum()) for batch in batches)
-        return PendingUpdate(pending, num_tokens)
+    def update(
+        self, batches: Sequence[Batch], version: int, *, record: bool = False
+    ) -> PendingUpdate:
+        """Dispatches one optimizer step; the arrays of the state before it are gone.
+
+        `record`: keep what it makes of every token; only in runs with `train.record_every`.
+        """
+        self.state, pending = self._update(self.state, batches, version=version, record=record)
+        return PendingUpdate(pending, batches, record=record)
 
     def export(self, directory: Path, *, copy_from: Path, cluster: Cluster) -> None:
         """Writes the policy as a Hugging Face directory; tokenizer files from `copy_from`."""

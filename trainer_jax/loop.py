@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from trainer_jax.evaluate import evaluate_while, write_evaluation
 from trainer_jax.learner import PendingUpdate
 from trainer_jax.live import LiveView
 from trainer_jax.metrics import MetricsLog, Record, batch_statistics
+from trainer_jax.recorded import RecordedUpdate, forget_after, is_recorded, write_recorded
 from trainer_jax.replica import Replica
 from trainer_jax.report import write_report
 from trainer_jax.rollouts import GroupStream
@@ -65,6 +66,7 @@ class _Unsettled:
     update: PendingUpdate
     record: Record
     seconds: float  # since the dispatch before: the pace of the run
+    kept: Sequence[TrajectoryGroup]  # the first of its groups, if it is recorded
 
 
 def staleness(group: TrajectoryGroup, version: int) -> int:
@@ -121,7 +123,9 @@ class Loop:
             self._version = position.version
             self._elapsed_before = position.elapsed_seconds
         self._metrics = MetricsLog(self._path, last_step=self._step)
+        forget_after(self._path, self._step)
         self._watch = CollapseWatch()
+        self._collapsed: int | None = None  # the first update that made two signs
         for record in self._metrics.records:
             self._observe(record)
         self._stream: GroupStream | None = None
@@ -162,7 +166,7 @@ class Loop:
             self._evaluate("before")
         status = self._train()
         self._publisher.wait(self._poll)
-        if status == "finished":
+        if status in ("finished", "collapsed"):
             self._save(wait=True)
             self._replica.export()
             if self._config.evaluation.after:
@@ -223,7 +227,8 @@ class Loop:
             collected = time.monotonic()
             batches = self._learner.pack(groups)
             record = batch_statistics(groups, self._version)
-            update = self._replica.update(batches, self._version)
+            is_kept = is_recorded(self._step + 1, every=train.record_every)
+            update = self._replica.update(batches, self._version, is_kept)
             self._step, self._version = self._step + 1, self._version + 1
             self._sequence = groups[-1].sequence
             self._settle()
@@ -236,14 +241,20 @@ class Loop:
                 update=update,
                 record=record,
                 seconds=dispatched - dispatched_before,
+                kept=groups[: train.record_groups] if is_kept else (),
             )
             dispatched_before = dispatched
             if self._step % train.checkpoint_every == 0:
                 self._save(wait=False)
-            if train.stop_on_collapse and is_collapsed(self._watch):
+            if train.stop_on_collapse and self._is_over():
                 return "collapsed"
         self._settle()
         return "finished"
+
+    def _is_over(self) -> bool:
+        """Whether the policy collapsed, long enough ago."""
+        more = self._config.train.collapse_updates
+        return self._collapsed is not None and self._step >= self._collapsed + more
 
     def _collect(self, count: int) -> list[TrajectoryGroup]:
         """The next groups in sequence order, without those that are refused."""
@@ -333,12 +344,26 @@ class Loop:
             **{f"dropped/{name}": num for name, num in self._dropped.items()},
         }
         self._metrics.write(record)
+        if done.kept:
+            self._keep(done)
         self._view.show(record)
         alarms = self._observe(record)
         for alarm in alarms:
             log.warning("update %d: %s", done.step, alarm)
             self._view.say(f"alarm at update {done.step}: {alarm}")
         self._report(record, alarms)
+
+    def _keep(self, done: _Unsettled) -> None:
+        """Records the update: the first of its groups, and what it made of their tokens."""
+        trained = done.update.trained_tokens()
+        num = sum(len(group.trajectories) for group in done.kept)
+        update = RecordedUpdate(
+            step=done.step,
+            version=done.version - 1,
+            groups=tuple(done.kept),
+            trained=tuple(trained.get(number) for number in range(num)),
+        )
+        write_recorded(self._path, update)
 
     def _report(self, record: Record, alarms: list[str]) -> None:
         """Tells the gateway, for its page and its autoscaler; a report that is lost is lost."""
@@ -361,6 +386,8 @@ class Loop:
             kl=record["kl"],
             format_error_ending_share=record[f"ending/{Ending.FORMAT_ERRORS}"],
         )
+        if self._collapsed is None and is_collapsed(self._watch):
+            self._collapsed = record["step"]
         return [alarm.sentence for alarm in alarms]
 
     def _fleet_record(self) -> Record:

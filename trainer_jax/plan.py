@@ -31,7 +31,7 @@ from trainer_jax.summary import is_training, percent
 
 CHECK_S = 60.0
 OTHERS = ("weight_sync", "sampler_fleet")
-EMBEDDED_MODEL_TYPE = "qwen3_moe"  # what the fleet's own engine computes
+EMBEDDED_MODEL_TYPES = ("qwen3_moe", "mixtral")  # what the fleet's own engine computes
 
 
 def check_others(
@@ -95,12 +95,13 @@ def check_agreement(config: RunConfig, *, trains: bool = True, here: bool = True
 
 
 def _check_engines(sections: dict[str, dict[str, Any]], model_type: str) -> None:
-    """That every sampler can compute the model: the embedded engine knows one family."""
+    """That every sampler can compute the model: the embedded engine knows two families."""
     for group in sections["fleet"]["groups"]:
-        if group["engine"] == "embedded" and model_type != EMBEDDED_MODEL_TYPE:
+        if group["engine"] == "embedded" and model_type not in EMBEDDED_MODEL_TYPES:
             raise BadInputError(
                 f"run file, group {group['name']}, engine",
-                expected=f"sglang for a {model_type} (embedded is for {EMBEDDED_MODEL_TYPE})",
+                expected=f"sglang for a {model_type} "
+                f"(embedded is for {' and '.join(EMBEDDED_MODEL_TYPES)})",
                 found=group["engine"],
             )
 

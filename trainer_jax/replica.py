@@ -61,11 +61,11 @@ class Replica:
         self._cluster.tell("publish", version)
         self.publisher.submit(version, self.learner.params)
 
-    def update(self, batches: Sequence[Batch], version: int) -> PendingUpdate:
+    def update(self, batches: Sequence[Batch], version: int, record: bool = False) -> PendingUpdate:
         """Dispatches an update of `version`, and queues what it makes as the next version."""
-        self._cluster.tell("update", batches, version)
+        self._cluster.tell("update", batches, version, record)
         self.publisher.detach()  # the update reuses the memory of the parameters before it
-        update = self.learner.update(batches, version)
+        update = self.learner.update(batches, version, record=record)
         self.publisher.submit(version + 1, self.learner.params)
         return update
 

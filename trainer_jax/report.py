@@ -6,16 +6,12 @@ metrics: what is drawn is what the run recorded.
 
 from __future__ import annotations
 
-import io
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import matplotlib
-from cycler import cycler
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,40 +20,18 @@ from matplotlib.ticker import MaxNLocator
 from contracts.errors import BadInputError
 from contracts.files import replacing
 from contracts.types import Ending
+from trainer_jax.collapse import CollapseLimits
 from trainer_jax.compare import read_summary
-from trainer_jax.live import number
 from trainer_jax.metrics import METRICS_FILE, Record, read_metrics
-from trainer_jax.summary import percent
+from trainer_jax.plots import COLORS, INK, render_page, svg_of
+from trainer_jax.sweep_results import collapse_of
 
 REPORT_FILE = "report.html"
 ENDINGS = {e.replace("_", " "): f"ending/{e}" for e in Ending if e != Ending.FAILURE}
-# Stands for the page's text colour while matplotlib draws, so that light and dark both work.
-_INK = "#010203"
-# Okabe-Ito and three more: told apart with any colour vision, on white and on black.
-_COLORS = (
-    *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C00", "#7B61C4"),
-    *("#A0522D", "#3FB8AF"),
-)
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "text.color": _INK,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.prop_cycle": cycler(color=_COLORS),
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "grid.color": _INK,
-    "grid.alpha": 0.12,
-    "axes.grid": True,
-    "lines.linewidth": 1.5,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
+SIGNS = {
+    "reward_falling": "reward well below its best",
+    "kl_rising": "KL at a multiple of its early level",
+    "format_errors": "most episodes end on format errors",
 }
 
 
@@ -91,20 +65,8 @@ def render(summary: Mapping[str, Any], records: Sequence[Record]) -> str:
     return render_page(
         Path(__file__).with_name("report.html"),
         summary=summary, plots=draw_plots(summary, records), settings=_settings(summary),
+        signs=first_signs(summary, records),
     )  # fmt: skip
-
-
-def render_page(template: Path, **values: Any) -> str:
-    """A page of a template file; a value it lacks is an error, and text is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(template.parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"number": number, "percent": percent}
-    return environment.get_template(template.name).render(**values)
 
 
 def _settings(summary: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -119,10 +81,21 @@ def _settings(summary: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     }
 
 
+def first_signs(
+    summary: Mapping[str, Any], records: Sequence[Record]
+) -> list[tuple[str, int | None]]:
+    """Each sign of a collapse, and two of them at once, with the first update that showed it."""
+    limits = CollapseLimits.model_validate(summary["settings"].get("train", {}).get("collapse", {}))
+    told = [record for record in records if "ending/format_errors" in record]
+    signs, collapsed = collapse_of(told, limits)
+    return [
+        *((SIGNS[name], update) for name, update in signs.items()),
+        ("two of them at once: a collapse", collapsed),
+    ]
+
+
 def draw_plots(summary: Mapping[str, Any], records: Sequence[Record]) -> list[dict[str, Any]]:
     """Each plot's title, note and SVG."""
-    groups = list(summary["groups"])
-    by_group = {name: f"group/{name}/kl" for name in groups}
     plots = [
         (
             "Pass rate on held-out tasks",
@@ -134,20 +107,7 @@ def draw_plots(summary: Mapping[str, Any], records: Sequence[Record]) -> list[di
             "Mean reward of the trajectories of an update.",
             lambda axes: _curves(axes, records, {"reward": "reward"}),
         ),
-        (
-            "KL between sampler and trainer, by group",
-            "KL(sampler || trainer) per token over the recorded candidates; logarithmic.",
-            lambda axes: _curves(axes, records, by_group | {"all": "kl"}, log=True),
-        ),
-        (
-            "Tokens outside the band",
-            "Share of tokens whose importance ratio lies outside the mask's bounds.",
-            lambda axes: _curves(
-                axes,
-                records,
-                {n: f"group/{n}/share_out_of_band" for n in groups} | {"all": "share_out_of_band"},
-            ),
-        ),
+        *_mismatch_plots(list(summary["groups"]), records),
         (
             "Entropy",
             "Of the trainer's policy per token, in nats, over the sets replayed.",
@@ -163,15 +123,84 @@ def draw_plots(summary: Mapping[str, Any], records: Sequence[Record]) -> list[di
             "The trainer's version minus the version that made the token.",
             lambda axes: _curves(axes, records, {"mean": "staleness/mean", "max": "staleness/max"}),
         ),
+        *_episode_plots(records),
+    ]
+    return [
+        {"title": title, "note": note, "svg": Markup(svg_of(title, draw))}
+        for title, note, draw in plots
+    ]
+
+
+def _mismatch_plots(groups: Sequence[str], records: Sequence[Record]) -> list[Any]:
+    """How far samplers and trainer are apart."""
+    by_group = {name: f"group/{name}/kl" for name in groups}
+    return [
+        (
+            "KL between sampler and trainer, by group",
+            "KL(sampler || trainer) per token over the recorded candidates; logarithmic.",
+            lambda axes: _curves(axes, records, by_group | {"all": "kl"}, log=True),
+        ),
+        (
+            "Tokens outside the band",
+            "Share of tokens whose importance ratio lies outside the mask's bounds.",
+            lambda axes: _curves(
+                axes,
+                records,
+                {n: f"group/{n}/share_out_of_band" for n in groups} | {"all": "share_out_of_band"},
+            ),
+        ),
+        *_reference_band(groups, records),
+        (
+            "Effective sample size",
+            "Of the weights, as a share of the tokens.",
+            lambda axes: _curves(axes, records, {"ess": "ess"}),
+        ),
+        (
+            "Largest difference of log-probs",
+            "The largest |log p/q| of the tokens of an update, in nats.",
+            lambda axes: _curves(axes, records, {"largest": "abs_dlogp_max"}),
+        ),
+    ]
+
+
+def _episode_plots(records: Sequence[Record]) -> list[Any]:
+    """What episodes are like."""
+    return [
         (
             "How episodes end",
             "Shares of the trajectories of an update.",
             lambda axes: _curves(axes, records, ENDINGS),
         ),
+        (
+            "Replies with format errors",
+            "Share of the turns of an update.",
+            lambda axes: _curves(axes, records, {"share": "format_error_share"}),
+        ),
+        (
+            "Length of episodes",
+            "Tokens, prompt and observations included; means of an update.",
+            lambda axes: _curves(axes, records, {"tokens": "episode_tokens"}),
+        ),
+        (
+            "Turns of episodes",
+            "Replies; means of an update.",
+            lambda axes: _curves(axes, records, {"turns": "episode_turns"}),
+        ),
     ]
+
+
+def _reference_band(groups: Sequence[str], records: Sequence[Record]) -> list[Any]:
+    """The share outside [0.2, 5], where the arm's own bounds are others."""
+    name = "share_out_of_reference_band"
+    if all(r.get(name) in (None, r.get("share_out_of_band")) for r in records):
+        return []
+    names = {group: f"group/{group}/{name}" for group in groups} | {"all": name}
     return [
-        {"title": title, "note": note, "svg": Markup(svg_of(title, draw))}
-        for title, note, draw in plots
+        (
+            "Tokens with a ratio outside [0.2, 5]",
+            "Share of tokens, whatever the arm does with them.",
+            lambda axes: _curves(axes, records, names),
+        )
     ]
 
 
@@ -189,7 +218,7 @@ def _curves(
         drawn += 1
         (line,) = axes.plot(*zip(*points, strict=True), label=label)
         if label == "all":
-            line.set(color=_INK, linestyle="--")
+            line.set(color=INK, linestyle="--")
         if len(points) < 3:
             line.set_marker("o")
     if not drawn:
@@ -218,35 +247,12 @@ def _pass_rates(axes: Axes, heldout: Mapping[str, Any]) -> None:
     for place, (when, k, evaluation) in enumerate(bars):
         value = evaluation[f"pass_at_{k}"]
         low, high = evaluation[f"pass_at_{k}_interval"]
-        color = _COLORS[0] if when == "after" else "#9A9A9A"
+        color = COLORS[0] if when == "after" else "#9A9A9A"
         axes.bar(place, value, 0.7, color=color)
         axes.errorbar(
-            place, value, [[max(0.0, value - low)], [max(0.0, high - value)]], color=_INK, capsize=3
+            place, value, [[max(0.0, value - low)], [max(0.0, high - value)]], color=INK, capsize=3
         )
         axes.text(place, high + 0.02, f"{value:.3f}", ha="center")
     axes.set_xticks(range(len(bars)), [f"pass@{k}\n{when}" for when, k, _ in bars])
     axes.set_ylim(0, 1.1)
     axes.grid(axis="x", visible=False)
-
-
-def svg_of(title: str, draw: Callable[[Axes], None]) -> str:
-    """An SVG element for the page's body: text stays text, ink follows the page's colour."""
-    slug = re.sub(r"[^a-z]+", "-", title.lower()).strip("-")
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": slug, "svg.id": slug}):
-        figure = Figure(figsize=(5.6, 3.2), layout="constrained")
-        figure.patch.set_visible(False)
-        axes = figure.add_subplot()
-        axes.patch.set_visible(False)
-        draw(axes)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1, flags=re.DOTALL)
-    # ids are local to a figure, but share the page
-    text = re.sub(r'\bid="([^"]+)"', rf'id="{slug}-\1"', text)
-    text = re.sub(r'(url\(#|xlink:href="#)', rf"\1{slug}-", text)
-    label = f'<svg role="img" aria-label="{title}"'
-    return text.replace("<svg", label, 1).replace(_INK, "currentColor")

@@ -5,6 +5,7 @@ Owns the layout's fixed names and the lock. Must not know what the files hold.
     config.json             the run record: all sections, resolved
     metrics.jsonl           one line per update
     tensorboard/            the same as event files
+    trajectories/           what was trained on, of the updates that [train] has recorded
     evaluation-before.json  held-out pass rates; -after likewise
     summary.json, report.html
     checkpoints/            the trainer's own (Orbax)

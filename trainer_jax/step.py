@@ -1,7 +1,8 @@
 """One optimizer step over the micro-batches of one update.
 
-Owns the training state and the jitted functions: forward, corrected loss, backward, accumulation,
-update. Must not read trajectories, write files, or decide when an update happens.
+Owns the training state and the jitted functions: backward, accumulation, update. What they
+differentiate is `trainer_jax.objective`'s. Must not read trajectories, write files, or decide when
+an update happens.
 
 Micro-batches are accumulated by a loop on the host over one jitted function with donated
 gradients. The denominator is that of the whole update, known before its first micro-batch, so the
@@ -15,7 +16,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,21 +26,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from contracts.errors import BadInputError
 from trainer_jax import loss_metrics
-from trainer_jax.batch import Batch, TokenBucket
-from trainer_jax.head import CandidateLogits, Part, candidate_logits, token_sum
-from trainer_jax.loss import LogBand, LossConfig, SamplerRecord, position_of, token_objective
-from trainer_jax.mesh import (
-    BATCH_AXES,
-    batch_sharding,
-    by_data_shard,
-    param_shardings,
-    place,
-    token_sharding,
-)
-from trainer_jax.models import on_mesh
+from trainer_jax.batch import Batch
+from trainer_jax.loss_config import LossConfig
+from trainer_jax.mesh import batch_sharding, param_shardings, place, token_sharding
 from trainer_jax.models.config import ComputeConfig, ModelConfig
-from trainer_jax.models.decoder import head_weight, hidden_states
 from trainer_jax.models.parameters import FLOAT32, Params, init_params
+from trainer_jax.objective import Scalars, TokenValues, batch_objective
 
 EXACT = ComputeConfig()
 
@@ -54,29 +46,12 @@ class TrainState:
     step: jax.Array
 
 
-class _Token(NamedTuple):
-    """What the objective knows of a bucket's tokens beside their logits, each [S, N]."""
-
-    record: SamplerRecord
-    drawn: jax.Array  # the token drawn, -1 where masked
-    num_trained: jax.Array  # tokens of its trajectory
-    mean_log_ratio: jax.Array | None  # over its trajectory
-    group: jax.Array
-
-
-class _Scalars(NamedTuple):
-    """What differs between updates, as arrays, so that nothing recompiles."""
-
-    version: Any  # int32, the trainer's
-    denominator: Any  # float32
-
-
 class PendingMetrics:
     """The metrics of an update that may still be running."""
 
-    def __init__(self, values, norms, sums: loss_metrics.Sums, group_names) -> None:
+    def __init__(self, values, norms, sums: loss_metrics.Sums, group_names, tokens) -> None:
         self._values, self._norms, self._sums = values, norms, sums
-        self._group_names = group_names
+        self._group_names, self._tokens = group_names, tokens
 
     def is_ready(self) -> bool:
         """Whether `read` returns at once."""
@@ -97,9 +72,13 @@ class PendingMetrics:
                 raise FloatingPointError(f"{name} {metrics[name]}")
         return metrics | loss_metrics.report(sums, self._group_names)
 
+    def token_values(self) -> list[list[TokenValues]]:
+        """Of every bucket of every micro-batch; nothing unless the update was called to record."""
+        return jax.device_get(self._tokens)
+
 
 class Update:
-    """`update(state, batches, version=v) -> (state, metrics)`; see `make_update`."""
+    """`update(state, batches, version=v, record=r) -> (state, metrics)`; see `make_update`."""
 
     def __init__(
         self,
@@ -135,8 +114,14 @@ class Update:
         self._accumulate = jax.jit(
             self._accumulate_one,
             donate_argnums=(1, 2),
-            out_shardings=(self._shardings, self._replicated, self._replicated),
+            out_shardings=(
+                self._shardings,
+                self._replicated,
+                self._replicated,
+                batch_sharding(mesh),  # token values, if there are any
+            ),
         )
+        self._gather = jax.jit(lambda tokens: tokens, out_shardings=self._replicated)
         self._apply = jax.jit(
             self._apply_grads,
             donate_argnums=(0,),
@@ -169,7 +154,7 @@ class Update:
         sums = jax.eval_shape(self._no_sums)
         sums = _abstract(sums, jax.tree.map(lambda _: self._replicated, sums))
         placed = _abstract(batch, batch_placement(self._mesh, batch))
-        scalars = _Scalars(np.int32(0), np.float32(1))
+        scalars = Scalars(np.int32(0), np.float32(1))
         return {
             "accumulate": self._accumulate.lower(state.params, grads, sums, placed, scalars),
             "apply": self._apply.lower(state, grads),
@@ -186,14 +171,14 @@ class Update:
         step: Any = self._replicated
         return TrainState(params=self._shardings, opt_state=opt_state, step=step)
 
-    def _accumulate_one(self, params, grads, sums, batch: Batch, scalars: _Scalars):
+    def _accumulate_one(self, params, grads, sums, batch: Batch, scalars: Scalars):
         def cost(params):
             value, aux = self._objective(params, batch, scalars)
             return -value, aux
 
-        (value, new_sums), new_grads = jax.value_and_grad(cost, has_aux=True)(params)
+        (value, (new_sums, tokens)), new_grads = jax.value_and_grad(cost, has_aux=True)(params)
         grads = jax.tree.map(jnp.add, grads, _in_float32(new_grads))
-        return grads, loss_metrics.merge(sums, new_sums), -value
+        return grads, loss_metrics.merge(sums, new_sums), -value, tokens
 
     def _apply_grads(self, state: TrainState, grads: Params):
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
@@ -204,13 +189,14 @@ class Update:
         return TrainState(params=params, opt_state=opt_state, step=state.step + 1), norms
 
     def __call__(
-        self, state: TrainState, batches: Sequence[Batch], *, version: int
+        self, state: TrainState, batches: Sequence[Batch], *, version: int, record: bool = False
     ) -> tuple[TrainState, PendingMetrics]:
         """Dispatches one optimizer step. `state` is donated: its arrays are gone afterwards.
 
         Args:
             batches: all micro-batches of the update (numpy), as `pack` makes them.
             version: the policy version that `state.params` is; staleness is relative to it.
+            record: gather what this update makes of every token; only with `keep_tokens`.
 
         Returns:
             the new state and its metrics, both possibly still being computed.
@@ -221,14 +207,18 @@ class Update:
         denominator = self._denominator(batches)
         grads = self._zeros(state.params)
         sums = self._no_sums()
-        scalars = _Scalars(np.int32(version), np.float32(denominator))
-        values = []
+        scalars = Scalars(np.int32(version), np.float32(denominator))
+        values, recorded = [], []
         for batch in batches:
             placed = place(batch, batch_placement(self._mesh, batch))
-            grads, sums, value = self._accumulate(state.params, grads, sums, placed, scalars)
+            grads, sums, value, tokens = self._accumulate(
+                state.params, grads, sums, placed, scalars
+            )
             values.append(value)
+            if record:
+                recorded.append(self._gather(tokens))
         state, norms = self._apply(state, grads)
-        return state, PendingMetrics(values, norms, sums, self._group_names)
+        return state, PendingMetrics(values, norms, sums, self._group_names, recorded)
 
     def _denominator(self, batches: Sequence[Batch]) -> float:
         num_tokens = sum(batch.num_tokens for batch in batches)
@@ -285,6 +275,7 @@ def make_update(  # noqa: PLR0913
     compute: ComputeConfig = EXACT,
     freeze_router: bool = False,
     masters: Literal["float32", "bfloat16"] = "float32",
+    keep_tokens: bool = False,
 ) -> Update:
     """The update function of a run.
 
@@ -295,6 +286,7 @@ def make_update(  # noqa: PLR0913
         freeze_router: keep the router's weights as they are.
         masters: what parameters are kept in; bfloat16 is rounded at random. Moments and gradients
             are float32.
+        keep_tokens: whether an update can be called to record what it makes of every token.
 
     Raises:
         BadInputError: a band for a group that does not exist.
@@ -307,157 +299,13 @@ def make_update(  # noqa: PLR0913
         group_names=tuple(group_names),
         temperature=temperature,
         compute=compute,
+        keep_tokens=keep_tokens,
     )
     loss.log_bands(tuple(group_names))  # refuses now rather than in the first update
     if freeze_router:
         optimizer = with_frozen_router(optimizer)
     shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     return Update(objective, loss, optimizer, mesh, tuple(group_names), shapes, masters)
-
-
-def batch_objective(  # noqa: PLR0913  (bound once, in make_update)
-    params: Params,
-    batch: Batch,
-    scalars: _Scalars,
-    *,
-    config: ModelConfig,
-    mesh: Mesh,
-    loss: LossConfig,
-    group_names: tuple[str, ...],
-    temperature: float,
-    compute: ComputeConfig,
-) -> tuple[jax.Array, loss_metrics.Sums]:
-    """The surrogate of one micro-batch over the update's denominator, and the metrics' sums."""
-    seams = None
-    if mesh.shape["data"] < mesh.size:
-        seams = on_mesh.seams(config, compute, mesh, BATCH_AXES)
-    model = by_data_shard(
-        lambda params, *rows: hidden_states(params, config, *rows, compute=compute, seams=seams),
-        mesh,
-    )
-    hidden_BxRxD = model(params, batch.tokens_BxR, batch.positions_BxR, batch.segments_BxR)
-    S = batch.buckets[0].mask_SxN.shape[0]
-    hidden_SxLxD = hidden_BxRxD.reshape(S, -1, hidden_BxRxD.shape[-1])
-    head_VxD = head_weight(params, compute=compute)
-    if seams:
-        head_VxD = seams.whole(head_VxD)
-    parts = [_ask(bucket, hidden_SxLxD, batch.num_trained_M, loss) for bucket in batch.buckets]
-    if loss.importance == "sequence" or loss.off_policy_limit is not None:
-        parts = _with_mean_log_ratio(parts, batch, head_VxD, loss, temperature)
-    total, stats = token_sum(
-        functools.partial(_token_value, loss=loss, group_names=group_names),
-        head_VxD,
-        parts,
-        normalizer=not loss.replay,
-        temperature=temperature,
-    )
-    sums = loss_metrics.no_sums(len(group_names))
-    for bucket, stats_SxN in zip(batch.buckets, stats, strict=True):
-        stats_T = jax.tree.map(jnp.ravel, stats_SxN)
-        staleness_T = scalars.version - jnp.ravel(bucket.version_SxN)
-        labels = loss_metrics.labels(jnp.ravel(bucket.group_SxN), staleness_T, len(group_names))
-        sums = loss_metrics.merge(sums, loss_metrics.summarize(stats_T, labels, staleness_T))
-    return total / scalars.denominator, sums
-
-
-def _ask(bucket: TokenBucket, hidden_SxLxD, num_trained_M, loss: LossConfig) -> Part:
-    """What the head is asked. Without replay the token drawn may lie outside K: one more id."""
-    ids_SxNxK = jnp.asarray(bucket.candidate_ids_SxNxK)
-    drawn_SxN = jnp.where(bucket.mask_SxN, bucket.sampled_SxN, -1)
-    more = [] if loss.replay else [drawn_SxN[:, :, None]]
-    return Part(
-        hidden_SxTxD=jnp.take_along_axis(hidden_SxLxD, bucket.position_SxN[:, :, None], axis=1),
-        candidate_ids_SxTxK=jnp.concatenate([ids_SxNxK, *more], axis=2),
-        tokens=_Token(
-            record=SamplerRecord(
-                candidate_ids_TxK=ids_SxNxK,
-                candidate_sampler_logp_TxK=jnp.asarray(bucket.candidate_sampler_logp_SxNxK),
-                sampler_logp_T=jnp.asarray(bucket.sampler_logp_SxN),
-                advantage_T=jnp.asarray(bucket.advantage_SxN),
-                mask_T=jnp.asarray(bucket.mask_SxN),
-            ),
-            drawn=drawn_SxN,
-            num_trained=jnp.asarray(num_trained_M)[bucket.trajectory_SxN],
-            mean_log_ratio=None,
-            group=jnp.asarray(bucket.group_SxN),
-        ),
-    )
-
-
-def _logits_of(out: CandidateLogits, token: _Token) -> tuple[jax.Array, jax.Array]:
-    """Logits at the candidates, and at the token drawn."""
-    if out.normalizer_T is not None:
-        return out.logits_TxK[:, :-1], out.logits_TxK[:, -1]
-    is_drawn_TxK = token.record.candidate_ids_TxK == token.drawn[:, None]
-    return out.logits_TxK, jnp.where(is_drawn_TxK, out.logits_TxK, 0.0).sum(1)
-
-
-def _token_value(
-    out: CandidateLogits, token: _Token, *, loss: LossConfig, group_names: tuple[str, ...]
-) -> tuple[jax.Array, loss_metrics.TokenStats]:
-    """The objective of each token alone: everything that couples tokens is already in `token`."""
-    dropped_T = _off_policy(token, loss.off_policy_limit)
-    record = _without(token.record, dropped_T)
-    logits_TxK, sampled_logit_T = _logits_of(out, token)
-    objective_T, stats = token_objective(
-        logits_TxK,
-        sampled_logit_T,
-        out.normalizer_T,
-        record,
-        importance=loss.importance,
-        band=LogBand(*jnp.asarray(loss.log_bands(group_names))[token.group].T),
-        center=loss.center,
-        sequence_log_ratio_T=token.mean_log_ratio,
-    )
-    if out.entropy_T is not None:
-        stats = loss_metrics.with_entropy(stats, out.entropy_T)
-    stats = loss_metrics.with_trajectories(stats, token.num_trained, dropped_T)
-    if loss.reduction == "sequence-mean":
-        objective_T /= jnp.maximum(token.num_trained, 1.0)
-    return objective_T, stats
-
-
-def _with_mean_log_ratio(
-    parts: list[Part], batch: Batch, head_VxD, loss: LossConfig, temperature: float
-) -> list[Part]:
-    """Mean of log p/q over each trajectory's trained tokens, from a pass without a gradient."""
-    totals_M = jnp.zeros(batch.num_trained_M.shape, jnp.float32)
-    for bucket, part in zip(batch.buckets, parts, strict=True):
-        hidden_SxNxD, head = jax.lax.stop_gradient((part.hidden_SxTxD, head_VxD))
-        out = candidate_logits(
-            hidden_SxNxD, head, part.candidate_ids_SxTxK,
-            normalizer=not loss.replay, temperature=temperature,
-        )  # fmt: skip
-        at = jax.vmap(
-            lambda out, token: position_of(*_logits_of(out, token), out.normalizer_T, token.record)
-        )(out, part.tokens)
-        totals_M = totals_M.at[bucket.trajectory_SxN].add(at.log_ratio_T)
-    mean_M = totals_M / jnp.maximum(jnp.asarray(batch.num_trained_M), 1.0)
-    return [
-        part._replace(tokens=part.tokens._replace(mean_log_ratio=mean_M[bucket.trajectory_SxN]))
-        for bucket, part in zip(batch.buckets, parts, strict=True)
-    ]
-
-
-def _off_policy(token: _Token, limit: float | None) -> jax.Array | None:
-    """Whether a token's trajectory has A < 0 and is too unlikely for the trainer."""
-    if limit is None:
-        return None
-    assert token.mean_log_ratio is not None
-    return (token.record.advantage_T < 0) & (-token.mean_log_ratio > limit)
-
-
-def _without(record: SamplerRecord, dropped_T: jax.Array | None) -> SamplerRecord:
-    """What is dropped teaches nothing: advantage 0."""
-    if dropped_T is None:
-        return record
-    return SamplerRecord(
-        candidate_ids_TxK=record.candidate_ids_TxK,
-        candidate_sampler_logp_TxK=record.candidate_sampler_logp_TxK,
-        sampler_logp_T=record.sampler_logp_T,
-        advantage_T=jnp.where(dropped_T, 0.0, record.advantage_T),
-        mask_T=record.mask_T,
-    )
 
 
 def with_frozen_router(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -493,5 +341,6 @@ def batch_placement(mesh: Mesh, batch: Batch) -> Batch:
         positions_BxR=tokens,
         segments_BxR=tokens,
         num_trained_M=whole,  # pyright: ignore[reportArgumentType]
+        origin_M=whole,  # pyright: ignore[reportArgumentType]
         buckets=placement.buckets,
     )

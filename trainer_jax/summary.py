@@ -49,22 +49,22 @@ def build_summary(
         "version": last.get("version"),
         "heldout": {"before": before, "after": after},
         "reward": {
-            "first_quarter": _mean(_part(records, 0.0, 0.25), "reward"),
-            "last_quarter": _mean(_part(records, 0.75, 1.0), "reward"),
+            "first_quarter": mean_of(_part(records, 0.0, 0.25), "reward"),
+            "last_quarter": mean_of(_part(records, 0.75, 1.0), "reward"),
         },
-        "kl": _mean(records, "kl", "sampled_tokens"),
-        "share_of_out_of_band_tokens": _mean(records, "share_out_of_band", "sampled_tokens"),
-        "entropy": _mean(records, "entropy", "sampled_tokens"),
-        "grad_norm": _mean(records, "grad_norm"),
-        "mean_staleness": _mean(records, "staleness/mean", "sampled_tokens"),
+        "kl": mean_of(records, "kl", "sampled_tokens"),
+        "share_of_out_of_band_tokens": mean_of(records, "share_out_of_band", "sampled_tokens"),
+        "entropy": mean_of(records, "entropy", "sampled_tokens"),
+        "grad_norm": mean_of(records, "grad_norm"),
+        "mean_staleness": mean_of(records, "staleness/mean", "sampled_tokens"),
         "max_staleness": max(
             (r["staleness/max"] for r in records if "staleness/max" in r), default=None
         ),
-        "format_error_share": _mean(records, "format_error_share"),
+        "format_error_share": mean_of(records, "format_error_share"),
         "sampled_tokens": sum(r.get("sampled_tokens", 0) for r in records),
         "tokens_per_second": {
-            "sampled": _mean(records, "tokens_per_second/sampled"),
-            "trained": _mean(records, "tokens_per_second/trained"),
+            "sampled": mean_of(records, "tokens_per_second/sampled"),
+            "trained": mean_of(records, "tokens_per_second/trained"),
         },
         "cost": cost_of(records, sections),
         "infrastructure_failures": _last(records, "fleet/infrastructure_failures"),
@@ -94,18 +94,18 @@ def group_rows(
     rows = {}
     for group in settings:
         name = group["name"]
-        tokens = f"group/{name}/sampled_tokens"
+        tokens, episodes = f"group/{name}/sampled_tokens", f"group/{name}/samples"
         rows[name] = {
             "accelerator": group.get("accelerator", ""),
             "weight_format": group["weight_format"],
             "kv_format": group.get("kv_format", "fp8"),
             "capacity_share": None if is_measured else capacities[name] / capacity,
             "share_of_samples": _ratio(samples[name], sum(samples.values())),
-            "kl": _mean(records, f"group/{name}/kl", tokens),
-            "share_out_of_band": _mean(records, f"group/{name}/share_out_of_band", tokens),
+            "kl": mean_of(records, f"group/{name}/kl", tokens),
+            "share_out_of_band": mean_of(records, f"group/{name}/share_out_of_band", tokens),
             "share_of_out_of_band_tokens": _ratio(outside[name], sum(outside.values())),
-            "reward": _mean(records, f"group/{name}/reward", f"group/{name}/samples"),
-            "timeout_share": _mean(records, f"group/{name}/timeout_share", f"group/{name}/samples"),
+            "reward": mean_of(records, f"group/{name}/reward", episodes),
+            "timeout_share": mean_of(records, f"group/{name}/timeout_share", episodes),
         }
     return rows
 
@@ -159,7 +159,8 @@ def _part(records: Sequence[Record], start: float, end: float) -> Sequence[Recor
     return records[first:last]
 
 
-def _mean(records: Sequence[Record], name: str, weight: str = "") -> float | None:
+def mean_of(records: Sequence[Record], name: str, weight: str = "") -> float | None:
+    """Of the records that have it; weighted by another of their values."""
     pairs = [
         (r[name], r.get(weight, 0) if weight else 1.0) for r in records if r.get(name) is not None
     ]

@@ -97,23 +97,30 @@ _COMMON = (
     Rule(_LAYER + "linear_attn.norm.weight", ("out_norm",)),
     _linear("linear_attn.out_proj", "out"),
     Rule(_LAYER + "post_attention_layernorm.weight", ("ffn_norm",)),
-    _linear("mlp.gate", "router"),
     Rule("{prefix}norm.weight", ("norm",)),
     Rule(_HEAD, ("head",)),
 )
-RULES: dict[Layout, tuple[Rule, ...]] = {
+_ROUTER = _linear("mlp.gate", "router")
+EXPERTS: dict[Layout, tuple[Rule, ...]] = {
     "per-expert": (
-        *_COMMON,
+        _ROUTER,
         _linear("mlp.experts.{expert}.gate_proj", "gate"),
         _linear("mlp.experts.{expert}.up_proj", "up"),
         _linear("mlp.experts.{expert}.down_proj", "down"),
     ),
     "fused": (
-        *_COMMON,
+        _ROUTER,
         Rule(_LAYER + "mlp.experts.gate_up_proj", ("gate", "up"), transposed=True),
         Rule(_LAYER + "mlp.experts.down_proj", ("down",), transposed=True),
     ),
 }
+# Mixtral's, one by one; fused, as transformers has them in memory, they have the names above
+_MIXTRAL = (
+    _linear("block_sparse_moe.gate", "router"),
+    _linear("block_sparse_moe.experts.{expert}.w1", "gate"),
+    _linear("block_sparse_moe.experts.{expert}.w3", "up"),
+    _linear("block_sparse_moe.experts.{expert}.w2", "down"),
+)
 # the network that sees every token: of a dense model, or beside the experts
 _DENSE = tuple(_linear(f"mlp.{name}_proj", f"mlp_{name}") for name in ("gate", "up", "down"))
 _SHARED = (
@@ -140,12 +147,18 @@ class FileTensor:
         return np.split(value, len(self.paths), axis=-1)
 
 
+def _rules(config: ModelConfig, layout: Layout) -> tuple[Rule, ...]:
+    is_mixtral = config.model_type == "mixtral" and layout == "per-expert"
+    experts = _MIXTRAL if is_mixtral else EXPERTS[layout]
+    return (*_COMMON, *experts, *(_SHARED if config.num_experts else _DENSE))
+
+
 def file_tensors(config: ModelConfig, naming: Naming) -> Iterator[FileTensor]:
     """Every tensor that a checkpoint of this config and naming holds, in the order of the rules."""
     shapes = parameter_shapes(config)
     stacks = [STACKS[kind] for kind in config.kinds]
     places = [(stack, stacks[:layer].count(stack)) for layer, stack in enumerate(stacks)]
-    for rule in (*RULES[naming.layout], *(_SHARED if config.num_experts else _DENSE)):
+    for rule in _rules(config, naming.layout):
         experts = range(config.num_experts if "{expert}" in rule.pattern else 1)
         layers = range(len(places) if "{layer}" in rule.pattern else 1)
         for layer, expert in product(layers, experts):

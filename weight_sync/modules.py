@@ -1,8 +1,9 @@
 """What the tensors of a model are, by their names alone.
 
 Owns the naming of Qwen3-MoE, Qwen3.5/3.6-MoE and dense Llama-like checkpoints in both of Hugging
-Face's forms, per expert and with the experts fused, which architectures fuse them in which order,
-and which modules engines run as one matrix. Must not know formats.
+Face's forms, per expert and with the experts fused, and of Mixtral per expert (w1 is gate, w3 up,
+w2 down); which architectures fuse experts in which order, and which modules engines run as one
+matrix. Must not know formats.
 
 Fused experts lie as [E, 2F, D], gate first, and [E, D, F] in checkpoints of FUSED_MODEL_TYPES
 (transformers 5.x, conversion_mapping.py: experts are merged, never turned). Under the same names
@@ -18,7 +19,11 @@ import enum
 import re
 
 _LAYER = r"model\.(?:language_model\.)?layers\.\d+"
-EXPERT = re.compile(rf"({_LAYER}\.mlp\.experts\.\d+\.(?:gate|up|down)_proj)\.weight")
+EXPERT = re.compile(
+    rf"({_LAYER}\.(?:mlp\.experts\.\d+\.(?:gate|up|down)_proj"
+    rf"|block_sparse_moe\.experts\.\d+\.w[123]))\.weight"
+)
+DOWN_PARTS = ("down_proj", "w2")  # of an expert: what leads back to the model's width
 FUSED_EXPERTS = re.compile(rf"({_LAYER}\.mlp\.experts)\.(gate_up_proj|down_proj)")
 FUSED_MODEL_TYPES = (
     "qwen2_moe",
@@ -38,11 +43,13 @@ _ENGINE_FUSIONS = (
     (re.compile(r"(.*\.linear_attn)\.in_proj_[ab]"), "in_proj_ba"),
     (re.compile(r"(.*visual\..*\.attn)\.qkv"), "qkv_proj"),
     (re.compile(r"(.*\.mlp\.experts)\.(?:\d+\.)?(?:gate|up|gate_up|down)_proj"), ""),
+    (re.compile(r"(.*\.block_sparse_moe\.experts)\.\d+\.w[123]"), ""),
 )
 # Matrices that share one NVFP4 global scale, because engines keep one of the fused matrix.
 _SHARED_SCALES = (
     (re.compile(r"(.*\.self_attn)\.[qkv]_proj"), "qkv_proj", 3),
     (re.compile(r"(.*\.mlp(?:\.experts\.\d+)?)\.(?:gate|up)_proj"), "gate_up_proj", 2),
+    (re.compile(r"(.*\.block_sparse_moe\.experts\.\d+)\.w[13]"), "w13", 2),
 )
 
 
@@ -68,9 +75,9 @@ _CLASSES = (
     (re.compile(r"norm(\.weight|\.bias)?$"), TensorClass.NORMS),
     (re.compile(r"(^|\.)embed_tokens\."), TensorClass.EMBEDDINGS),
     (re.compile(r"(^|\.)lm_head\."), TensorClass.HEAD),
-    (re.compile(r"\.mlp\.experts\."), TensorClass.EXPERTS),
+    (re.compile(r"\.(mlp|block_sparse_moe)\.experts\."), TensorClass.EXPERTS),
     (re.compile(r"\.mlp\.shared_expert(s|_gate)?\."), TensorClass.SHARED_EXPERTS),
-    (re.compile(r"\.mlp\.gate\."), TensorClass.ROUTERS),
+    (re.compile(r"\.(mlp|block_sparse_moe)\.gate\."), TensorClass.ROUTERS),
     (re.compile(r"\.linear_attn\."), TensorClass.LINEAR_ATTENTION),
     (re.compile(r"\.self_attn\."), TensorClass.ATTENTION),
     (re.compile(r"\.mlp\."), TensorClass.MLP),
@@ -91,10 +98,11 @@ def has_experts(names: list[str]) -> bool:
 def is_unknown_expert(name: str) -> bool:
     """Whether a tensor belongs to experts of the language model, but not under a name known here.
 
-    Mixtral's `block_sparse_moe`, Llama 4's `feed_forward.experts`, biases of experts and the like.
+    Granite's `block_sparse_moe.input_linear`, Llama 4's `feed_forward.experts`, biases of experts
+    and the like.
     """
     known = EXPERT.fullmatch(name) or FUSED_EXPERTS.fullmatch(name)
-    kept = classify(name) in (TensorClass.MTP, TensorClass.VISION)
+    kept = classify(name) in (TensorClass.MTP, TensorClass.VISION, TensorClass.ROUTERS)
     return not known and not kept and _ANY_EXPERTS.search(name) is not None
 
 

@@ -317,7 +317,10 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def _check_experts(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
     """A mixture whose experts were not found would count as a model without any."""
-    expected = "experts named model.layers.N.mlp.experts.M.{gate,up,down}_proj.weight, or fused"
+    expected = (
+        "experts named model.layers.N.mlp.experts.M.{gate,up,down}_proj.weight, "
+        "block_sparse_moe.experts.M.w{1,2,3}.weight, or fused"
+    )
     if unknown := next(filter(is_unknown_expert, tensors), None):
         raise BadInputError("source checkpoint", expected=expected, found=unknown)
     text = _text_config(config)

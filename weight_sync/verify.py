@@ -19,7 +19,7 @@ from contracts.types import WeightFormat
 from weight_sync import coding
 from weight_sync.convert import make, read_bits, release, source_bytes
 from weight_sync.formats import bf16
-from weight_sync.modules import EXPERT
+from weight_sync.modules import DOWN_PARTS, EXPERT
 from weight_sync.plan import Action, ConversionPlan, Kind, sizes
 from weight_sync.safetensors_file import Checkpoint, TensorSpec
 
@@ -71,7 +71,7 @@ def _check_experts(plan: ConversionPlan, converted: Checkpoint) -> None:
             if not EXPERT.fullmatch(f"{module}.{part}.weight"):
                 continue
             N, K = converted.tensors[name].shape
-            found = (N, K * columns) if part == "down_proj" else (K * columns, N)
+            found = (N, K * columns) if part in DOWN_PARTS else (K * columns, N)
             known = tuple(size or other for size, other in zip(known, found, strict=True))
             if found != known:
                 raise BadInputError(

@@ -1,4 +1,4 @@
-"""The embedded engine: Qwen3-MoE in PyTorch behind the engine port, for CPUs.
+"""The embedded engine: Qwen3-MoE and Mixtral in PyTorch behind the engine port, for CPUs.
 
 Owns the worker thread, the streams and the switch of weights. Must not know the fleet, and does no
 numerics of its own. One worker runs `schedule -> run -> postprocess`; everything else reaches it as
@@ -34,7 +34,7 @@ from contracts.types import (
 from sampler_fleet.engines import kernels
 from sampler_fleet.engines.base import EngineLoad, check_request
 from sampler_fleet.engines.checkpoint import Checkpoint
-from sampler_fleet.engines.model import Qwen3Moe, Segment, StepBatch
+from sampler_fleet.engines.model import MixtureModel, Segment, StepBatch
 from sampler_fleet.engines.precision import ActivationFormat, KvCache, Precision
 from sampler_fleet.engines.sampling import Draw, draw, stream_seed, uniforms
 from sampler_fleet.engines.scheduler import Record, Running, Scheduler
@@ -52,7 +52,7 @@ _WEIGHTS_FOR = {  # activations are quantized only together with weights of the 
 _Item = Completion | Exception
 
 
-def _compile(model: Qwen3Moe) -> None:
+def _compile(model: MixtureModel) -> None:
     """Runs everything once, so that no request waits for a compiler.
 
     One process at a time: the others then find what it compiled on the disk.
@@ -122,7 +122,7 @@ class EmbeddedEngine:
             max_context=max_context_tokens,
             prefill_tokens=_PREFILL_TOKENS,
         )
-        self._model: Qwen3Moe | None = None
+        self._model: MixtureModel | None = None
         self._cache: KvCache | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that calls us
         self._streams: dict[str, tuple[GenerateRequest, asyncio.Queue[_Item]]] = {}
@@ -246,7 +246,7 @@ class EmbeddedEngine:
             vocab_size=model.config.vocab_size if model else 0,
         )
 
-    def _prepare(self, directory: Path, manifest: Manifest) -> tuple[Checkpoint, Qwen3Moe]:
+    def _prepare(self, directory: Path, manifest: Manifest) -> tuple[Checkpoint, MixtureModel]:
         """Reads, checks and decodes new weights beside those that serve."""
         needs = _WEIGHTS_FOR.get(self._precision.activation_format, manifest.format)
         if manifest.format != needs:
@@ -259,7 +259,7 @@ class EmbeddedEngine:
             raise BadInputError("version", expected="at least 1", found=manifest.version)
         checkpoint = Checkpoint.read(directory, manifest)
         with torch.inference_mode():
-            model = Qwen3Moe(checkpoint, self._precision)
+            model = MixtureModel(checkpoint, self._precision)
             if self._model is None:
                 _compile(model)
         if self._model is not None and model.config != self._model.config:

@@ -257,7 +257,17 @@ def load(stored_2xKxCxh: np.ndarray, kind: int, out_2xKxCxh: np.ndarray) -> None
 
 @_inline
 def _store(x: np.ndarray, kind: int, out: np.ndarray) -> None:
-    """As elements of the KV cache: float32, the upper half of one, or E4M3."""
+    """As elements of the KV cache: float32 (4), the upper half of one (2), E4M3 (1), or NVFP4 (0),
+    whose values bfloat16 holds exactly: E2M1 times the E4M3 scale of their block, and no other."""
+    if kind == 0:
+        for start in range(0, len(x), _NVFP4_BLOCK):
+            block = x[start : start + _NVFP4_BLOCK]
+            scale = round_e4m3(_F32(_amax(block) / _E2M1_MAX))
+            divisor = _F32(1) if scale == 0 else scale
+            for i in range(len(block)):
+                value = _F32(round_e2m1(_F32(block[i] / divisor)) * scale)
+                out[start + i] = _U32(value.view(np.uint32) >> _U32(16))
+        return
     for i in range(len(x)):
         if kind == 4:
             out[i] = x[i]
@@ -281,7 +291,8 @@ def rotate_and_store(  # noqa: PLR0913 (fused: each array is read or written onc
 ) -> None:
     """Norms and rotates queries and keys; writes keys and values to the cache, queries to `q`.
 
-    qkv: the heads of queries, then keys, then values. rotation: cosines and sines, of half the
+    qkv: the heads of queries, then keys, then values. norm: without an element where a model has
+    no such norm. rotation: cosines and sines, of half the
     head size. places: slot and position of each token. Queries come divided by sqrt(h).
     """
     num_heads, size = q_NxHxh.shape[1:]
@@ -293,10 +304,14 @@ def rotate_and_store(  # noqa: PLR0913 (fused: each array is read or written onc
         cos, sin = rotation_2xNxh[0, n], rotation_2xNxh[1, n]
         slot, position = places_2xN[0, n], places_2xN[1, n]
         for a in range(num_heads + num_kv_heads):
-            head, weight = qkv_NxAxh[n, a], norm_Axh[a]
-            scale = _F32(_F32(1) / np.sqrt(_F32(_F32(_dot(head, head) / _F32(size)) + eps)))
-            for i in range(size):
-                x[i] = round_bf16(_F32(_F32(head[i] * scale) * weight[i]), exact)
+            head = qkv_NxAxh[n, a]
+            if norm_Axh.size:
+                weight = norm_Axh[a]
+                scale = _F32(_F32(1) / np.sqrt(_F32(_F32(_dot(head, head) / _F32(size)) + eps)))
+                for i in range(size):
+                    x[i] = round_bf16(_F32(_F32(head[i] * scale) * weight[i]), exact)
+            else:
+                x[:] = head
             for i in range(half):
                 low, high = x[i], x[i + half]
                 rotated[i] = round_bf16(_F32(_F32(low * cos[i]) - _F32(high * sin[i])), exact)

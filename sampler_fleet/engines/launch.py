@@ -96,7 +96,7 @@ TABLE: Mapping[tuple[str, WeightFormat], Kernels] = {
         source="tests/sglang, which run it; a plain CPU without AMX",
     ),
 }
-_KV_FLAGS = {KvFormat.FP8: "fp8_e4m3", KvFormat.BF16: "bf16"}
+_KV_FLAGS = {KvFormat.FP8: "fp8_e4m3", KvFormat.BF16: "bf16", KvFormat.NVFP4: "nvfp4"}
 
 
 def kernels_for(accelerator: str, weight_format: WeightFormat) -> Kernels:

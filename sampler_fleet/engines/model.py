@@ -1,8 +1,8 @@
-"""The Qwen3-MoE forward pass in PyTorch, over a ragged batch with a slotted KV cache.
+"""The forward pass of a mixture of experts in PyTorch, over a ragged batch with a slotted KV cache.
 
-Owns the architecture and which tensors it needs. Must not sample, schedule or read files. Formulas
-follow transformers' Qwen3MoeForCausalLM; products are those of `precision.py`, and what lies
-between them is compiled in `kernels.py`.
+Owns the architectures and which tensors they need. Must not sample, schedule or read files.
+Formulas follow transformers' Qwen3MoeForCausalLM and MixtralForCausalLM; products are those of
+`precision.py`, and what lies between them is compiled in `kernels.py`.
 
 Shape letters: N tokens of a step, T tokens of a segment, H query heads, K key/value heads, A all
 heads, h head size, D model, E experts, R experts of a token, F expert ffn, V vocabulary.
@@ -26,9 +26,41 @@ from sampler_fleet.engines.precision import KvCache, Linear, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Family:
+    """What tells one kind of mixture from another: names, and whether queries are normed."""
+
+    expert_size: str  # key of config.json
+    block: str  # of a layer: its router and experts
+    gate: str
+    up: str
+    down: str
+    norms_queries: bool
+
+
+_QWEN3_MOE = _Family(
+    expert_size="moe_intermediate_size",
+    block="mlp",
+    gate="gate_proj",
+    up="up_proj",
+    down="down_proj",
+    norms_queries=True,
+)
+_MIXTRAL = _Family(
+    expert_size="intermediate_size",
+    block="block_sparse_moe",
+    gate="w1",
+    up="w3",
+    down="w2",
+    norms_queries=False,
+)
+_FAMILIES = {"qwen3_moe": _QWEN3_MOE, "mixtral": _MIXTRAL}  # by config.json's model_type
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture. Two checkpoints with equal configs can replace each other."""
 
+    model_type: str
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -50,12 +82,17 @@ class ModelConfig:
         Raises:
             BadInputError: another architecture, or a variant that this forward does not compute.
         """
+        family = _FAMILIES.get(data.get("model_type", ""))
+        if family is None:
+            expected, found = " or ".join(_FAMILIES), data.get("model_type")
+            raise BadInputError("config.json, model_type", expected=expected, found=found)
+        window = data.get("sliding_window") if family is _MIXTRAL else None  # it has no switch
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
         for key, found, expected in (
-            ("model_type", data.get("model_type"), "qwen3_moe"),
             ("hidden_act", data.get("hidden_act", "silu"), "silu"),
             ("attention_bias", data.get("attention_bias", False), False),
             ("use_sliding_window", data.get("use_sliding_window", False), False),
+            ("sliding_window", window, None),
             ("decoder_sparse_step", data.get("decoder_sparse_step", 1), 1),
             ("mlp_only_layers", data.get("mlp_only_layers") or [], []),
             ("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
@@ -64,6 +101,7 @@ class ModelConfig:
                 raise BadInputError(f"config.json, {key}", expected=expected, found=found)
         try:
             return ModelConfig(
+                model_type=data["model_type"],
                 vocab_size=data["vocab_size"],
                 hidden_size=data["hidden_size"],
                 num_layers=data["num_hidden_layers"],
@@ -72,14 +110,18 @@ class ModelConfig:
                 head_dim=data.get("head_dim") or data["hidden_size"] // data["num_attention_heads"],
                 num_experts=data.get("num_local_experts") or data["num_experts"],
                 num_experts_per_token=data["num_experts_per_tok"],
-                expert_size=data["moe_intermediate_size"],
+                expert_size=data[family.expert_size],
                 rms_norm_eps=data["rms_norm_eps"],
                 rope_theta=float(rope.get("rope_theta") or data["rope_theta"]),
-                norm_topk_prob=data.get("norm_topk_prob", False),
+                norm_topk_prob=family is _MIXTRAL or data.get("norm_topk_prob", False),
                 tie_word_embeddings=data.get("tie_word_embeddings", False),
             )
         except KeyError as error:
             raise BadInputError("config.json", expected=f"a key {error}", found="none") from None
+
+    @property
+    def family(self) -> _Family:
+        return _FAMILIES[self.model_type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +169,7 @@ class StepBatch:
 class _Layer:
     input_norm_D: np.ndarray
     qkv: Linear
-    qk_norm_Axh: np.ndarray  # q_norm for every query head, k_norm for every key head
+    qk_norm_Axh: np.ndarray  # q_norm for every query head, k_norm for every key head; or none
     output: Linear
     mlp_norm_D: np.ndarray
     router: Linear
@@ -135,7 +177,7 @@ class _Layer:
     down: Linear  # stacked over experts
 
 
-class Qwen3Moe:
+class MixtureModel:
     """The weights of one version, ready to compute."""
 
     def __init__(self, checkpoint: Checkpoint, precision: Precision) -> None:
@@ -166,20 +208,18 @@ class Qwen3Moe:
         norms = [
             checkpoint.plain(f"{name}.self_attn.{part}_norm.weight", c.head_dim).expand(heads, -1)
             for part, heads in (("q", c.num_heads), ("k", c.num_kv_heads))
+            if c.family.norms_queries
         ]
+        block = f"{name}.{c.family.block}"
         gate_up, down = [], []
         for e in range(c.num_experts):
-            expert = f"{name}.mlp.experts.{e}"
-            gate_up.append(
-                linear(
-                    *(
-                        checkpoint.weight(f"{expert}.{part}_proj", c.expert_size, c.hidden_size)
-                        for part in ("gate", "up")
-                    )
-                )
+            gate, up = (
+                checkpoint.weight(f"{block}.experts.{e}.{part}", c.expert_size, c.hidden_size)
+                for part in (c.family.gate, c.family.up)
             )
-            weight = checkpoint.weight(f"{expert}.down_proj", c.hidden_size, c.expert_size)
-            down.append(linear(weight))
+            gate_up.append(linear(gate, up))
+            module = f"{block}.experts.{e}.{c.family.down}"
+            down.append(linear(checkpoint.weight(module, c.hidden_size, c.expert_size)))
         return _Layer(
             input_norm_D=checkpoint.plain(f"{name}.input_layernorm.weight", c.hidden_size).numpy(),
             qkv=linear(
@@ -190,7 +230,7 @@ class Qwen3Moe:
                     for part, heads in sizes.items()
                 )
             ),
-            qk_norm_Axh=torch.cat(norms).numpy(),
+            qk_norm_Axh=torch.cat(norms or [torch.empty(0, c.head_dim)]).numpy(),
             output=linear(
                 checkpoint.weight(
                     f"{name}.self_attn.o_proj", c.hidden_size, c.num_heads * c.head_dim
@@ -199,7 +239,7 @@ class Qwen3Moe:
             mlp_norm_D=checkpoint.plain(
                 f"{name}.post_attention_layernorm.weight", c.hidden_size
             ).numpy(),
-            router=linear(checkpoint.weight(f"{name}.mlp.gate", c.num_experts, c.hidden_size)),
+            router=linear(checkpoint.weight(f"{block}.gate", c.num_experts, c.hidden_size)),
             gate_up=Linear.stack(gate_up),
             down=Linear.stack(down),
         )
@@ -261,7 +301,7 @@ class Qwen3Moe:
             np.float32(c.rms_norm_eps),
             exact,
             batch.places_2xN,
-            cache.num_bytes,
+            cache.stored_as,
             stored,
             q_NxHxh.numpy(),
         )

@@ -232,7 +232,8 @@ class KvCache:
     """Keys and values of all slots, stored in the group's KV precision.
 
     One tensor [layers, 2 * slots, kv heads, max context, head dim]: row `slot` holds the keys,
-    row `num_slots + slot` the values. FP8 is stored as E4M3 with scale 1.
+    row `num_slots + slot` the values. FP8 is stored as E4M3 with scale 1. NVFP4 values take the
+    place of bfloat16 ones: what they are is emulated, not how few bytes they need.
     """
 
     def __init__(
@@ -247,6 +248,13 @@ class KvCache:
     ) -> None:
         self.num_slots = num_slots
         self.max_context = max_context
+        fp4 = precision.kv_format == KvFormat.NVFP4
+        if fp4 and head_dim % NVFP4_BLOCK:
+            raise BadInputError(
+                "head_dim with an NVFP4 KV cache",
+                expected=f"a multiple of {NVFP4_BLOCK}",
+                found=head_dim,
+            )
         if precision.exact:
             dtype = torch.float32
         else:
@@ -256,6 +264,7 @@ class KvCache:
             num_layers, 2 * num_slots, num_kv_heads, max_context, head_dim, dtype=dtype
         )
         self.num_bytes = self.data.element_size()  # of an element, as `kernels` needs to know
+        self.stored_as = 0 if dtype == torch.bfloat16 and fp4 else self.num_bytes
         raw = {1: torch.uint8, 2: torch.uint16, 4: torch.float32}[self.num_bytes]
         self.layers = list(self.data.view(raw).numpy())
 

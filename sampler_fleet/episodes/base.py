@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from contracts.types import Completion, GenerateRequest
+
+Environment = Literal["code", "grid"]  # of generated tasks
 
 
 class Generator(Protocol):
@@ -169,7 +171,8 @@ class Task:
     `fix` is the reference solution: path to fixed content, and `fix_deletes` what it removes.
 
     With a `checkout` the repository and its tests are in a container image instead: `tree`,
-    `hidden_tests` and `fix` are empty.
+    `hidden_tests` and `fix` are empty. In the environment of a grid there is no
+    code at all (`grid.py`).
     """
 
     task_id: str  # of a data set: its instance id
@@ -183,6 +186,7 @@ class Task:
     fix: dict[str, str] = field(default_factory=dict)
     fix_deletes: tuple[str, ...] = ()
     checkout: Checkout | None = None
+    environment: Environment = "code"
     test_seconds: float | None = None  # None: as the run says
     dataset: str = ""
     language: str = "python"  # "": unknown

@@ -9,6 +9,7 @@ held against what the template renders. Must not run commands.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -45,6 +46,7 @@ _log = logging.getLogger(__name__)
 
 _PLACES = f"[{SYSTEM}{USER}{REPLY}{ANSWER}]"
 _SHOWN = 40  # characters of a difference
+_REMEMBERED = 256  # prompts and answers, of each kind
 
 FormatName = Literal["auto", "demo", "qwen3", "qwen3.5"]
 Mode = Literal["tool", "text"]
@@ -121,6 +123,9 @@ class ChatFormat:
             r"<think>\s*$", self._template.opening
         )
         self._make_frames()
+        # the samples of a prompt begin alike, and what small worlds answer comes again and again
+        self._start = functools.lru_cache(_REMEMBERED)(self._start)
+        self._answer = functools.lru_cache(_REMEMBERED)(self._answer)
         if self._template.hides_thoughts:
             _log.info(
                 "the chat template hides earlier thoughts; what was sampled stays in the buffer"
@@ -192,6 +197,9 @@ class ChatFormat:
         Raises:
             BadInputError: it is not what the template renders.
         """
+        return self._start(system, user)
+
+    def _start(self, system: str, user: str) -> np.ndarray:
         system, user = _whole(system), _whole(user)
         fit = self._template.fit
         ids = self._encode(self._prompt, {SYSTEM: fit("system", system), USER: fit("user", user)})
@@ -265,7 +273,7 @@ class ChatFormat:
         return self._verified(f"a {role} turn", ids, rendered)
 
     def _verified(self, turn: str, ids: np.ndarray, rendered: str) -> np.ndarray:
-        """The ids, if they say what the template renders."""
+        """The ids, which nobody may change, if they say what the template renders."""
         buffer, rendered = self._normal(self.decode(ids)), self._normal(rendered)
         if buffer != rendered:
             pairs = enumerate(zip(buffer, rendered, strict=False))
@@ -276,6 +284,7 @@ class ChatFormat:
                 expected=f"what it renders, {rendered[at : at + _SHOWN]!r}",
                 found=f"{buffer[at : at + _SHOWN]!r} in the token buffer",
             )
+        ids.setflags(write=False)
         return ids
 
     def _normal(self, text: str) -> str:

@@ -203,8 +203,8 @@ def test_refuses_arguments(run, checkpoint, tokens, arguments, sentence):
 
 
 def test_refuses_another_architecture_and_no_checkpoint(run, checkpoint, tokens, tmp_path):
-    (checkpoint / "config.json").write_text('{"model_type": "llama"}')
-    for path, sentence in ((checkpoint, "found llama"), (tmp_path / "no", "config.json")):
+    (checkpoint / "config.json").write_text('{"model_type": "gemma3"}')
+    for path, sentence in ((checkpoint, "found gemma3"), (tmp_path / "no", "config.json")):
         status, _, error = run(compare_logprobs, path, "--tokens", tokens)
         assert status == 2 and sentence in error
 

@@ -18,7 +18,7 @@ from tools.mismatch_report.report import build_report
 from tools.mismatch_report.source import Source, read_checkpoint
 from tools.mismatch_report.tables import show
 from tools.mismatch_report.tokens import Setup
-from trainer_jax.loss import LossConfig
+from trainer_jax.loss_config import LossConfig
 
 HOSTILE = "a[/b]<script>$x^$\x1b[2J\\"
 NUM_EXTREMES = 2

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer_jax.loss import objective_from_logits
+from trainer_jax.loss_config import Center
 
 V, STEPS, LR = 12, 40, 0.5
 _rng = np.random.default_rng(3)
@@ -29,8 +30,8 @@ IS = {"importance": "masked", "ratio_low": 1e-30, "ratio_high": 1e30}
 TIS = {"importance": "truncated", "ratio_low": None, "ratio_high": 2.0}
 
 
-@functools.partial(jax.jit, static_argnames=("weight", "center", "replay", "wrong"))
-def _train(*, weight: tuple, center: bool, replay: bool, advantage: jax.Array, wrong: bool):
+@functools.partial(jax.jit, static_argnames=("weight", "center", "replay"))
+def _train(*, weight: tuple, center: Center, replay: bool, advantage: jax.Array):
     everything = jnp.tile(jnp.arange(V)[None], (V, 1))
     start_logp = jax.nn.log_softmax(START)
 
@@ -44,30 +45,16 @@ def _train(*, weight: tuple, center: bool, replay: bool, advantage: jax.Array, w
                 jnp.ones(V, bool), center=center, replay=replay, num_tokens=1, **dict(weight),
             )[0]  # fmt: skip
 
-        gradient = jax.grad(objective)(logits)
-        if wrong:  # E_q[A w(a) (e_a - q)], the tempting simplification
-            ratio = jnp.exp(jax.nn.log_softmax(logits) - q_logp)
-            low, high = dict(weight)["ratio_low"], dict(weight)["ratio_high"]
-            weighted = jnp.exp(q_logp) * jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
-            gradient = advantage * (weighted - weighted.sum() * jnp.exp(q_logp))
-        logits += LR * gradient
+        logits += LR * jax.grad(objective)(logits)
         moved = start_logp - jax.nn.log_softmax(logits)
         return logits, (jnp.exp(start_logp) * moved).sum()
 
     return jax.lax.scan(step, START, None, length=STEPS)[1]
 
 
-def drift(
-    weight: dict, *, center: bool, replay: bool, advantage: float, wrong: bool = False
-) -> np.ndarray:
-    """KL(start || now) in nats after each step of the expected update, [STEPS].
-
-    `wrong`: center w(a) (e_a - q) instead of the weighted score, the negative control.
-    """
+def drift(weight: dict, *, center: Center, replay: bool, advantage: float) -> np.ndarray:
+    """KL(start || now) in nats after each step of the expected update, [STEPS]."""
     signed = jnp.float32(advantage)
     return np.asarray(
-        _train(
-            weight=tuple(weight.items()), center=center, replay=replay, advantage=signed,
-            wrong=wrong,
-        )
-    )  # fmt: skip
+        _train(weight=tuple(weight.items()), center=center, replay=replay, advantage=signed)
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -15,7 +16,7 @@ import numpy as np
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     importance: str
-    center: bool
+    center: bool | Literal["drawn"]
     replay: bool
     low: float = 0.5
     high: float = 2.0

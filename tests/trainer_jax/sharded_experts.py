@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.trainer_jax.ragged_exchange import by_all_gather
 from tests.trainer_jax.test_experts import (
     assert_near,
     random_inputs,
@@ -20,7 +21,9 @@ from trainer_jax.models.dispatch import MATRICES, mesh_ffn
 
 
 def dispatched(experts_NxX, inputs, direction_NxD, want) -> int:
-    """Both forms on meshes that split everything, forward and backward."""
+    """All forms on meshes that split everything, forward and backward; the ragged one with an
+    exchange that CPU has.
+    """
     num_runs = 0
     for shape in (
         {"expert": 4}, {"data": 2, "expert": 2}, {"expert": 2, "tensor": 2},
@@ -32,10 +35,10 @@ def dispatched(experts_NxX, inputs, direction_NxD, want) -> int:
         arguments = jax.device_put(
             (experts_NxX, *inputs, direction_NxD), (rows, rows, rows, split, split, split, rows)
         )
-        for dispatch in ("gather", "all-to-all"):
+        for dispatch in ("gather", "all-to-all", "ragged"):
             tokens = PartitionSpec(BATCH_AXES)
             ffn = jax.shard_map(
-                mesh_ffn(mesh, impl="blocks", dispatch=dispatch),
+                mesh_ffn(mesh, impl="blocks", dispatch=dispatch, exchange=by_all_gather),
                 mesh=mesh,
                 in_specs=(tokens, tokens, tokens, *MATRICES),
                 out_specs=tokens,

@@ -15,7 +15,7 @@ from trainer_jax.aot import device_bytes
 from trainer_jax.budget import Setting, memory
 from trainer_jax.config import OptimizerSection
 from trainer_jax.hlo import Module
-from trainer_jax.loss import LossConfig
+from trainer_jax.loss_config import LossConfig
 from trainer_jax.mesh import make_mesh
 from trainer_jax.step import make_update
 

@@ -7,11 +7,32 @@ import sys
 
 import jax
 import numpy as np
+import optax
 
 from tests.trainer_jax.random_trajectories import random_groups
-from tests.trainer_jax.test_step import assert_same, run
-from trainer_jax.loss import LossConfig
+from tests.trainer_jax.test_step import CONFIG, NAMES, PARAMS, assert_same, batches_of, run
+from trainer_jax.loss_config import LossConfig
+from trainer_jax.mesh import make_mesh
 from trainer_jax.models.config import ComputeConfig
+from trainer_jax.recorded import by_trajectory
+from trainer_jax.step import make_update
+
+
+def assert_same_tokens(shape: dict[str, int]) -> None:
+    """What is recorded of a sharded update, gathered, is what one device records."""
+    groups, loss, recorded = random_groups(), LossConfig(), []
+    for axes in ({}, shape):
+        update = make_update(
+            CONFIG, loss, optax.sgd(1.0), make_mesh(axes), group_names=NAMES, keep_tokens=True
+        )
+        batches = batches_of(groups, loss, rows=4, row_tokens=16, num_shards=update.num_shards)
+        _, pending = update(update.init(PARAMS), batches, version=4, record=True)
+        recorded.append(by_trajectory(batches, pending.token_values()))
+    want, got = recorded
+    assert len(want) == 7 and want.keys() == got.keys()
+    for number, tokens in want.items():
+        np.testing.assert_allclose(got[number].trainer_logp, tokens.trainer_logp, atol=1e-4)
+        np.testing.assert_array_equal(got[number].masked, tokens.masked)
 
 
 def main() -> None:
@@ -33,6 +54,7 @@ def main() -> None:
         assert_same(got, want, rtol=1e-3, atol=1e-5)
         for name, value in want_metrics.items():
             np.testing.assert_allclose(metrics[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+    assert_same_tokens({"data": 2, "fsdp": 2, "tensor": 2})
     sys.stdout.write(json.dumps({"meshes": len(cases)}))
 
 

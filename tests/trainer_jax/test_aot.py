@@ -13,7 +13,7 @@ from contracts.rpc import RemoteInputError
 from tests.trainer_jax.test_budget import MODELS
 from trainer_jax.aot import Ahead, Program, compile_ahead
 from trainer_jax.budget import Setting, memory
-from trainer_jax.config import RunConfig, load_run
+from trainer_jax.config import RunConfig, load_run, parse_run
 from trainer_jax.hf import load_config
 from trainer_jax.models.parameters import count_parameters
 from trainer_jax.plan import check_others
@@ -100,6 +100,16 @@ def test_an_update_is_compiled_for_devices_that_are_not_here(config):
     # gathered over both, added up over all: nothing is sent where nothing is split
     along = {axis for traffic in ahead.accumulate.traffic for axis in traffic.axes}
     assert along == {"data", "fsdp", "expert"}
+
+
+@pytest.mark.slow
+def test_what_only_accelerators_have_is_planned_by_what_comes_nearest(config):
+    sections = dict(config.sections)
+    compute = {"dtype": "bfloat16", "remat": True}
+    sections["model"] |= {"compute": {**compute, "ffn": "tokamax", "dispatch": "ragged"}}
+    theirs = compile_ahead(parse_run(sections))
+    sections["model"] |= {"compute": {**compute, "dispatch": "all-to-all"}}
+    assert theirs.accumulate == compile_ahead(parse_run(sections)).accumulate
 
 
 def test_a_mesh_that_does_not_fit_the_model_is_refused_in_a_sentence(config):

@@ -20,7 +20,7 @@ ROWS = {  # lengths of the segments of each row; the last one of a row may be pa
     "boundaries at chunks": ([64, 64, 22], [1, 63, 1, 63, 22]),
     "many groups": ([700, 3, 397],),
 }
-RUN = jax.jit(deltanet.delta_rule)
+RUN = jax.jit(deltanet.delta_rule, static_argnames="chunk")
 
 
 def random_arguments(lengths: tuple[list[int], ...], *, decay: float = 0.5) -> list[np.ndarray]:
@@ -59,35 +59,44 @@ def in_float32(arguments: list[np.ndarray]) -> list[jax.Array]:
     return [jnp.asarray(x, jnp.float32) for x in arguments[:-1]] + [jnp.asarray(arguments[-1])]
 
 
+@pytest.mark.parametrize("chunk", [deltanet.CPU_CHUNK, deltanet.CHUNK])
 @pytest.mark.parametrize("case", ROWS)
-def test_chunks_equal_the_recurrence(case):
+def test_chunks_equal_the_recurrence(case, chunk):
     arguments = random_arguments(ROWS[case])
-    np.testing.assert_allclose(RUN(*in_float32(arguments)), recurrence(*arguments), atol=3e-6)
+    got = RUN(*in_float32(arguments), chunk=chunk)
+    np.testing.assert_allclose(got, recurrence(*arguments), atol=3e-6)
 
 
-def test_strong_decays_among_weak_ones_are_as_exact():
+@pytest.mark.parametrize("chunk", [deltanet.CPU_CHUNK, deltanet.CHUNK])
+def test_strong_decays_among_weak_ones_are_as_exact(chunk):
     """Sums of logs of decays over a chunk reach -1000; small differences of them matter."""
     arguments = random_arguments(ROWS["boundaries inside chunks"], decay=80.0)
-    np.testing.assert_allclose(RUN(*in_float32(arguments)), recurrence(*arguments), atol=3e-6)
+    got = RUN(*in_float32(arguments), chunk=chunk)
+    np.testing.assert_allclose(got, recurrence(*arguments), atol=3e-6)
 
 
-def test_equal_keys_lose_nothing():
+@pytest.mark.parametrize("chunk", [deltanet.CPU_CHUNK, deltanet.CHUNK])
+def test_equal_keys_lose_nothing(chunk):
     """The inverse is then of ones below the diagonal, whose powers are beyond float32."""
     arguments = random_arguments(ROWS["one segment"], decay=0.0)
     arguments[1] = np.broadcast_to(arguments[1][:, :1], arguments[1].shape)
     arguments[4] = np.ones_like(arguments[4])
-    np.testing.assert_allclose(RUN(*in_float32(arguments)), recurrence(*arguments), atol=3e-6)
+    got = RUN(*in_float32(arguments), chunk=chunk)
+    np.testing.assert_allclose(got, recurrence(*arguments), atol=3e-6)
 
 
-@pytest.mark.parametrize("decay", [0.5, 80.0])
-def test_gradients_are_those_of_the_recurrence(decay):
+@pytest.mark.parametrize(
+    ("decay", "chunk"),
+    [(0.5, deltanet.CPU_CHUNK), (80.0, deltanet.CPU_CHUNK), (80.0, deltanet.CHUNK)],
+)
+def test_gradients_are_those_of_the_recurrence(decay, chunk):
     """By central differences of the float64 recurrence, in one random direction per argument."""
     arguments = random_arguments(([40, 2, 35],), decay=decay)
     rng = np.random.default_rng(1)
     weight = rng.normal(size=arguments[2].shape)
 
     def objective(*arguments):
-        return (deltanet.delta_rule(*arguments) * weight.astype(np.float32)).sum()
+        return (deltanet.delta_rule(*arguments, chunk=chunk) * weight.astype(np.float32)).sum()
 
     grads = jax.jit(jax.grad(objective, argnums=range(5)))(*in_float32(arguments))
     for number, grad in enumerate(grads):

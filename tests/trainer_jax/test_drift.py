@@ -29,7 +29,7 @@ def test_uncorrected_arms_move(weight, replay, advantage):
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_the_wrong_centering_moves(advantage):
-    moved = drift(MIS, center=True, replay=True, advantage=advantage, wrong=True)
+    moved = drift(MIS, center="drawn", replay=True, advantage=advantage)
     assert moved[-1] > 0.02
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -12,7 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer_jax.models.experts import BLOCK, grouped_ffn, route
+from contracts.errors import BadInputError
+from trainer_jax.hlo import Module
+from trainer_jax.models.experts import BLOCK, grouped_ffn, route, sorted_ffn
+from trainer_jax.models.kernels import grouped_dot
 
 D, F = 8, 6
 NAMES = ("y", "x", "weights", "gate", "up", "down")
@@ -95,7 +99,32 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("impl", ["blocks", "dense"])
+def careless_dot(rows_MxI, matrices_ExIxO, sizes_E):
+    """A product as kernels may have it: whatever was in memory, beyond the last group."""
+    y_MxO = jax.lax.ragged_dot(rows_MxI, matrices_ExIxO, sizes_E)
+    inside_M = jnp.arange(len(y_MxO)) < sizes_E.sum()
+    return jnp.where(inside_M[:, None], y_MxO, jnp.nan)
+
+
+def by_tokamax(*arguments):
+    """With the one of tokamax's products that CPU has, in the place of its kernels."""
+    return sorted_ffn(*arguments, ragged_dot=grouped_dot(("xla",)))
+
+
+def needs_tokamax():
+    pytest.importorskip("tokamax", reason="the extra `accelerator` is not installed")
+
+
+@pytest.fixture(params=["blocks", "dense", "careless", "tokamax"])
+def impl(request):
+    if request.param == "careless":
+        return functools.partial(sorted_ffn, ragged_dot=careless_dot)
+    if request.param == "tokamax":
+        needs_tokamax()
+        return by_tokamax
+    return request.param
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_outputs_and_all_gradients_equal_a_loop_over_tokens(routing, impl):
     experts_NxX, num_experts = ROUTINGS[routing]
@@ -120,7 +149,6 @@ def test_auto_is_the_faster_of_the_two_as_measured():
     assert [of(*case) for case in cases] == ["blocks"] * 3 + ["dense"] * 3
 
 
-@pytest.mark.parametrize("impl", ["blocks", "dense"])
 def test_bfloat16_is_near_float32_and_keeps_dtypes(impl):
     experts_NxX = random_routing(150, 2, 4)
     x, weights, *matrices = random_inputs(experts_NxX, 4)
@@ -133,7 +161,6 @@ def test_bfloat16_is_near_float32_and_keeps_dtypes(impl):
     assert_near(got, want, 0.03)
 
 
-@pytest.mark.parametrize("impl", ["blocks", "dense"])
 def test_nothing_depends_on_the_width_of_default_types(impl):
     experts_NxX = random_routing(N, X, E)
     inputs = (experts_NxX, *random_inputs(experts_NxX, E), np.ones((N, D), np.float32))
@@ -142,6 +169,60 @@ def test_nothing_depends_on_the_width_of_default_types(impl):
         got = run_jit(impl, *inputs)
     assert all(a.dtype == np.float32 for a in got)
     assert_near(got, want, 1e-6)
+
+
+def compiled_run(impl, N, X, E):
+    experts_NxX = random_routing(N, X, E)
+    arguments = (experts_NxX, *random_inputs(experts_NxX, E), np.ones((N, D), np.float32))
+    return run_jit.lower(impl, *arguments).compile()
+
+
+def einsum_ffn(x_NxD, weights_NxX, experts_NxX, gate, up, down):
+    is_of_NxXxE = jax.nn.one_hot(experts_NxX, len(gate), dtype=x_NxD.dtype)
+    hidden_NxExF = jax.nn.silu(jnp.einsum("nd,edf->nef", x_NxD, gate))
+    hidden_NxExF = hidden_NxExF * jnp.einsum("nd,edf->nef", x_NxD, up)
+    return jnp.einsum("nx,nxe,nef,efd->nd", weights_NxX, is_of_NxXxE, hidden_NxExF, down)
+
+
+@pytest.mark.parametrize(
+    ("impl", "is_dense"),
+    [
+        ("auto", False),
+        ("blocks", False),
+        ("dense", True),
+        (einsum_ffn, True),
+        (functools.partial(sorted_ffn, ragged_dot=jax.lax.ragged_dot), True),  # XLA:CPU's
+    ],
+)
+def test_the_default_holds_no_array_of_tokens_by_experts(impl, is_dense):
+    N, X, E = 1024, 2, 32
+    (largest,) = Module(compiled_run(impl, N, X, E).as_text()).largest(1)
+    assert (largest.size_bytes >= 4 * N * E * min(D, F)) == is_dense, largest
+
+
+def test_without_the_package_or_an_accelerator_the_kernels_are_refused():
+    assert jax.default_backend() == "cpu"
+    with pytest.raises(BadInputError) as refused:
+        compiled_run("tokamax", 8, 2, 4)
+    assert 'model.compute.ffn = "tokamax": expected ' in str(refused.value)
+    installed = importlib.util.find_spec("tokamax")
+    assert ("Not supported on cpu" if installed else "the extra `accelerator`") in str(
+        refused.value
+    )
+
+
+@pytest.mark.filterwarnings("ignore:jax.experimental.pallas.dot was moved:DeprecationWarning")
+def test_the_kernels_lower_for_a_gpu_that_is_not_here():
+    needs_tokamax()
+    import tokamax
+
+    experts_NxX = random_routing(N, X, E)
+    arguments = (experts_NxX, *random_inputs(experts_NxX, E), np.ones((N, D), np.float32))
+    with tokamax.config.cross_compile(True):
+        traced = run_jit.trace("tokamax", *arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # gate, up and down, each with its product and two gradients
+    assert sum("custom_call" in line and "triton" in line for line in text.splitlines()) == 9
 
 
 def test_under_scan_and_remat_as_without():
@@ -192,4 +273,4 @@ def test_experts_split_over_devices_compute_what_one_does():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "14 runs"
+    assert done.stdout == "19 runs"

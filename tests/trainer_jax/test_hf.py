@@ -139,7 +139,7 @@ def edit_config(directory: Path, **keys) -> None:
 NORM = "model.layers.1.input_layernorm.weight"
 DOWN = "model.layers.0.mlp.experts.2.down_proj.weight"
 BROKEN = {
-    "architecture": (lambda d: edit_config(d, model_type="llama"), "qwen3_5_moe_text, found llama"),
+    "architecture": (lambda d: edit_config(d, model_type="gpt2"), "or mixtral, found gpt2"),
     "sliding window": (lambda d: edit_config(d, use_sliding_window=True), "use_sliding_window"),
     "stretched rope": (lambda d: edit_config(d, rope_scaling={"rope_type": "yarn"}), "yarn"),
     "no config": (lambda d: (d / "config.json").unlink(), "a directory with config.json"),

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from trainer_jax.loop import refusal, staleness, train
 from trainer_jax.metrics import read_metrics
 from trainer_jax.models.config import ModelConfig
 from trainer_jax.models.parameters import init_params
+from trainer_jax.recorded import read_recorded
 from trainer_jax.rollouts import GroupStream, RolloutClient
 from trainer_jax.run_directory import RunDirectory
 from trainer_jax.step import PendingMetrics
@@ -279,6 +281,34 @@ def test_a_crash_costs_only_what_no_checkpoint_covers(run, gateway):
     assert records[:2] == first[:2]
     assert sequences(records) == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
     assert records[2]["version"] > newest
+
+
+def test_recorded_updates_are_of_the_run_as_it_went(run):
+    """An update that is made again is recorded again, or no longer."""
+
+    def recorded() -> list[int]:
+        updates, records = list(read_recorded(run.directory)), read_metrics(run.directory)
+        for update in updates:
+            record = records[update.step - 1]
+            assert update.version == record["version"] - 1
+            assert [group.sequence for group in update.groups] == record["sequences"][:1]
+            assert len(update.trained) == 4 and None not in update.trained
+        return [update.step for update in updates]
+
+    settings = ("train.updates=3", "train.record_groups=1")
+    assert run(*settings, "train.record_every=3") == "finished"
+    assert recorded() == [1, 3]
+    first = read_metrics(run.directory)[2]["version"]
+    for every, left in ((3, [1, 3]), (2, [1])):
+        shutil.rmtree(run.directory / "checkpoints" / "3")
+        assert run(*settings, f"train.record_every={every}", mode="resume") == "finished"
+        assert read_metrics(run.directory)[2]["version"] > first
+        assert recorded() == left
+
+
+def test_nothing_is_recorded_unless_asked_for(run):
+    run("train.updates=1")
+    assert not (run.directory / "trajectories").exists()
 
 
 def test_a_resumed_run_computes_what_an_unbroken_one_does(run, gateway, tmp_path):

@@ -179,6 +179,23 @@ def test_the_wrong_estimator_fails(importance, replay):
             check()
 
 
+@pytest.mark.parametrize("replay", [False, True])
+@given(case=cases())
+@examples
+def test_drawn_centering_is_the_wrong_estimator(replay, case):
+    """The control that a run can train with is the one that the test above fails."""
+    arm = Arm(importance="masked", center="drawn", replay=replay)
+    z, support, q_support = case
+    drawn = support if replay else np.arange(V)
+    q = sampler(policy(z, support, arm), support, q_support, arm)[drawn]
+    drawn, q = drawn[q > 0], q[q > 0]
+    wrong = [
+        wrong_estimate(z, a, support, q_support, q_a, arm) for a, q_a in zip(drawn, q, strict=True)
+    ]
+    found = autodiff(z, drawn, support, q_support, q, np.ones(len(drawn)), arm)
+    np.testing.assert_allclose(found, wrong, atol=1e-9)
+
+
 @pytest.mark.parametrize("importance", ["none", "masked"])
 def test_without_centering_it_drifts(importance):
     """What centering is for: otherwise the tests above could not fail."""

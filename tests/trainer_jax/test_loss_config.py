@@ -9,7 +9,7 @@ import pytest
 
 from contracts.errors import BadInputError
 from contracts.runfile import validate_section
-from trainer_jax.loss import PRESETS, LossConfig
+from trainer_jax.loss_config import PRESETS, LossConfig
 
 
 def parse(**data) -> LossConfig:
@@ -28,6 +28,7 @@ def parse(**data) -> LossConfig:
         ("sc", "none", True, False),
         ("sc+mis", "masked", True, False),
         ("sc+mis+top-p", "masked", True, True),
+        ("drawn-centering", "masked", "drawn", False),
         ("gspo", "sequence", False, False),
     ],
 )
@@ -43,7 +44,7 @@ def test_the_default_arm():
     assert config == parse(arm="sc+mis+top-p")
     assert (config.ratio_low, config.ratio_high) == (0.2, 5.0)
     assert config.reduction == "token-mean" and not config.normalize_advantages
-    assert len(PRESETS) == 8
+    assert len(PRESETS) == 9
 
 
 def test_what_the_run_file_says_wins():

@@ -14,6 +14,11 @@ import torch
 import transformers
 from flax import nnx
 
+from contracts.types import WeightFormat
+from sampler_fleet.engines.checkpoint import Checkpoint
+from sampler_fleet.engines.model import MixtureModel, Segment, StepBatch
+from sampler_fleet.engines.precision import Precision
+from tests.sampler_fleet.engines.engine_checkpoints import manifest_of
 from trainer_jax.hf import load_checkpoint, save_checkpoint
 from trainer_jax.models.config import ATTENTION, DELTANET, ComputeConfig, ModelConfig
 from trainer_jax.models.decoder import Decoder, head_weight, hidden_states, through_layers
@@ -36,11 +41,15 @@ HYBRID = replace(
     linear_key_head_dim=8, linear_value_head_dim=12, linear_conv_kernel_dim=4,
     initializer_range=0.05,
 )  # fmt: skip
+LLAMA = replace(DENSE, model_type="llama", rms_norm_eps=1e-5, head_dim=8, rope_theta=1e5)
+MIXTRAL = replace(BASE, model_type="mixtral", rms_norm_eps=1e-5, num_experts_per_tok=1)
 PLAIN = ComputeConfig()
 PEERS = {
     "qwen3": transformers.Qwen3ForCausalLM,
     "qwen3_moe": transformers.Qwen3MoeForCausalLM,
     "qwen3_5_moe": transformers.Qwen3_5MoeForCausalLM,
+    "llama": transformers.LlamaForCausalLM,
+    "mixtral": transformers.MixtralForCausalLM,
 }
 # seed -> config, tokens of a row: one more than a chunk of attention, no multiples of DeltaNet's
 CASES = {
@@ -64,6 +73,10 @@ CASES = {
         ),
         77,
     ),
+    7: (LLAMA, 129),
+    8: (replace(LLAMA, tie_word_embeddings=True, num_key_value_heads=1, head_dim=12), 40),
+    9: (replace(MIXTRAL, num_experts_per_tok=2), 131),
+    10: (replace(MIXTRAL, tie_word_embeddings=True, num_experts=3, num_experts_per_tok=3), 37),
 }  # fmt: skip
 
 
@@ -145,6 +158,22 @@ def test_log_probs_and_gradients_equal_transformers(seed, tmp_path):
         np.testing.assert_allclose(
             named[name], want, rtol=0, atol=1e-4 * np.abs(want).max(), err_msg=name
         )
+
+
+@pytest.mark.parametrize("config", [BASE, MIXTRAL], ids=["qwen3_moe", "mixtral"])
+def test_the_embedded_engine_says_the_same(config, tmp_path):
+    config = replace(config, num_experts_per_tok=2)
+    params = random_params(config, 7)
+    save_checkpoint(tmp_path, config, params, dtype="float32")
+    manifest = manifest_of(tmp_path, format=WeightFormat.BF16, version=1)
+    model = MixtureModel(Checkpoint.read(tmp_path, manifest), Precision(exact=True))
+    tokens_T = random_tokens(config, 7, 40)
+    batch = StepBatch.of([Segment(slot=0, start=0, tokens=tokens_T)])
+    with torch.inference_mode():
+        hidden = model.hidden_states(batch, model.new_cache(num_slots=1, max_context=40))
+        got_TxV = model.logits(hidden).log_softmax(-1).numpy()
+    want_TxV = logp_of(params, config, tokens_T[None])[0]
+    np.testing.assert_allclose(got_TxV, want_TxV, atol=1e-5, rtol=0)
 
 
 # lengths of the segments of a packed row; those of DeltaNet end inside chunks, some of them

@@ -11,7 +11,7 @@ from trainer_jax.compare import compare_runs
 from trainer_jax.evaluate import Estimate, Evaluation, estimate, pass_at_k
 from trainer_jax.live import LiveView
 from trainer_jax.metrics import METRICS_FILE
-from trainer_jax.report import draw_plots, write_report
+from trainer_jax.report import SIGNS, draw_plots, first_signs, write_report
 from trainer_jax.summary import (
     SUMMARY_FILE,
     build_summary,
@@ -173,7 +173,7 @@ def test_the_page_stands_alone_and_shows_the_run(tmp_path):
     page = write_report(tmp_path).read_text()
     assert not re.search(r'(src|href)="(?!#)', page.replace("xlink:href", "href"))
     assert "@import" not in page and "<script" not in page
-    assert page.count("<svg") == 8
+    assert page.count("<svg") == 13
     assert "#010203" not in page
     for text in ("test-run", "fast", "slow", "nvfp4", "sc+mis+top-p", "0.250", "0.500"):
         assert text in page, text
@@ -193,6 +193,26 @@ def test_what_is_drawn_is_what_was_recorded():
     changed = {plot["title"]: plot["svg"] for plot in draw_plots(summary_of(other), other)}
     assert changed["Reward"] != plots["Reward"]
     assert changed["Entropy"] == plots["Entropy"]
+
+
+def test_the_signs_of_a_collapse_and_when_each_was_first_seen():
+    told = {"ending/format_errors": 0.0}
+    records = [record(step, reward=0.5, kl=0.01, **told) for step in range(1, 31)]
+    records += [record(step, reward=0.1, kl=0.01, **told) for step in range(31, 61)]
+    signs = dict(first_signs(summary_of(records), records))
+    assert list(signs) == [*SIGNS.values(), "two of them at once: a collapse"]
+    fell = signs.pop(SIGNS["reward_falling"])
+    assert fell is not None and 30 < fell <= 40
+    assert set(signs.values()) == {None}
+
+
+def test_the_reference_band_is_drawn_where_it_is_not_the_arms_own():
+    title = "Tokens with a ratio outside [0.2, 5]"
+    for share, is_drawn in ((0.02, False), (0.05, True)):
+        records = [record(step, share_out_of_reference_band=share) for step in (1, 2)]
+        titles = [plot["title"] for plot in draw_plots(summary_of(records), records)]
+        assert (title in titles) == is_drawn
+        assert len(titles) == len(set(titles))
 
 
 def test_a_run_without_an_update_has_a_report(tmp_path):

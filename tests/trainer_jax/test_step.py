@@ -20,7 +20,8 @@ from contracts.types import CandidateSets
 from tests.trainer_jax.random_trajectories import random_groups
 from trainer_jax.advantages import advantages_of
 from trainer_jax.batch import pack
-from trainer_jax.loss import LossConfig, objective_from_logits
+from trainer_jax.loss import objective_from_logits
+from trainer_jax.loss_config import LossConfig
 from trainer_jax.mesh import make_mesh
 from trainer_jax.models.config import ModelConfig
 from trainer_jax.models.decoder import head_weight, hidden_states

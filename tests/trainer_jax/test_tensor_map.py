@@ -43,7 +43,11 @@ HYBRID = replace(
     shared_expert_intermediate_size=10, linear_num_key_heads=2, linear_num_value_heads=4,
     linear_key_head_dim=4, linear_value_head_dim=6, linear_conv_kernel_dim=4,
 )  # fmt: skip
-FAMILIES = {"qwen3": DENSE, "qwen3_moe": MOE, "qwen3_5_moe": HYBRID}
+LLAMA = replace(DENSE, model_type="llama")
+MIXTRAL = replace(MOE, model_type="mixtral")
+FAMILIES = {
+    config.model_type: config for config in (DENSE, MOE, HYBRID, LLAMA, MIXTRAL)
+}  # fmt: skip
 
 
 def hybrid_tensors(
@@ -426,3 +430,18 @@ def test_configs_without_a_path_here_are_refused(case):
     changes, sentence = BAD[case]
     with pytest.raises(BadInputError, match=sentence):
         ModelConfig.from_hf(WRAPPED | {"text_config": TEXT | changes})
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"sliding_window": 4096}, "sliding_window: expected None, found 4096"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"intermediate_size": None}, "intermediate_size"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type"),
+    ],
+)
+def test_llamas_without_a_path_here_are_refused(family, changes, sentence):
+    with pytest.raises(BadInputError, match=sentence):
+        ModelConfig.from_hf(FAMILIES[family].to_hf() | changes)

@@ -41,17 +41,17 @@ def find_gguf() -> Path | None:
 
 
 def write(directory: Path, gguf_file: Path, *, num_layers: int | None = None) -> Path:
-    """config.json, tokenizer.json and one safetensors file; all layers, or the first of them."""
+    """A directory with the tokenizer and its chat template, of all layers or the first of them."""
     import gguf
 
     reader = gguf.GGUFReader(gguf_file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    num_layers = num_layers or fields["llama.block_count"]
+    num_kept: int = num_layers or fields["llama.block_count"]
     heads = {"attn_q": fields["llama.attention.head_count"]}
     heads["attn_k"] = fields["llama.attention.head_count_kv"]
     tensors = {}
     for tensor in reader.tensors:
-        name, part = _hf_name(tensor.name, num_layers), tensor.name.split(".")[-2]
+        name, part = _hf_name(tensor.name, num_kept), tensor.name.split(".")[-2]
         if name is None:
             continue
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
@@ -60,9 +60,12 @@ def write(directory: Path, gguf_file: Path, *, num_layers: int | None = None) ->
         tensors[name] = values.astype(ml_dtypes.bfloat16)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = _config(fields) | {"num_hidden_layers": num_layers}
+    config = _config(fields) | {"num_hidden_layers": num_kept}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     _tokenizer(fields).save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(_tokenizer_config(fields), indent=2)
+    )
     return directory
 
 
@@ -100,6 +103,22 @@ def _config(fields: dict) -> dict:
         "tie_word_embeddings": True,  # there is no output.weight
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+    }
+
+
+def _tokenizer_config(fields: dict) -> dict:
+    words = fields["tokenizer.ggml.tokens"]
+    named = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    tokens = {
+        f"{name}_token": words[fields[f"tokenizer.ggml.{field}_token_id"]]
+        for name, field in named.items()
+    }
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": fields["tokenizer.chat_template"],
+        "add_bos_token": fields["tokenizer.ggml.add_bos_token"],
+        "model_max_length": fields["llama.context_length"],
+        **tokens,
     }
 
 

@@ -97,6 +97,26 @@ def test_nvfp4_shares_a_global_scale_between_gate_and_up_of_one_expert_only():
     ]
 
 
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_mixtrals_experts_are_quantized_and_its_router_stays(format):
+    block = "model.layers.0.block_sparse_moe"
+    sizes = {"w1": (32, 64), "w3": (32, 64), "w2": (64, 32)}
+    experts = {f"{block}.experts.{e}.{w}.weight": s for e in (0, 1) for w, s in sizes.items()}
+    attention = {f"model.layers.0.self_attn.{p}_proj.weight": (64, 64) for p in "qkvo"}
+    tensors = headers({f"{block}.gate.weight": (2, 64)} | experts | attention)
+    plan = plan_conversion({"num_local_experts": 2}, tensors, format=format)
+    if format == NVFP4:
+        assert quantized(plan) == set(experts)
+        assert sharing(plan) == [
+            {f"{block}.experts.{e}.{w}.weight" for w in ("w1", "w3")} for e in (0, 1)
+        ]
+        assert f"{block}.gate" in plan.config["quantization_config"]["ignore"]
+    else:
+        assert quantized(plan) == {*experts, *attention}
+    with pytest.raises(BadInputError, match=r"all parts of .*\.experts or none"):
+        plan_conversion({}, tensors, format=format, ignore=["*.experts.0.*"])
+
+
 def test_nvfp4_result_has_the_modelopt_layout():
     plan = plan_conversion({}, MODEL, format=NVFP4)
     module = "model.layers.0.mlp.experts.1.down_proj"
@@ -270,7 +290,7 @@ def test_fused_experts_that_lie_another_way_are_refused(format, config, tensors,
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        ({}, "model.layers.0.block_sparse_moe.experts.0.w1.weight"),  # Mixtral
+        ({}, "model.layers.0.block_sparse_moe.experts.0.w4.weight"),
         ({}, "model.layers.0.block_sparse_moe.input_linear.weight"),  # Granite
         ({}, "language_model.model.layers.0.feed_forward.experts.gate_up_proj"),  # Llama 4
         ({}, "model.layers.0.mlp.experts.0.gate_proj.bias"),

@@ -33,7 +33,7 @@ from sampler_fleet.spool import Spool
 from trainer_jax.checkpoint import CHECKPOINTS, read_params, read_position
 from trainer_jax.config import ModelSection
 from trainer_jax.hf import load_checkpoint, load_config
-from trainer_jax.loss import LossConfig
+from trainer_jax.loss_config import LossConfig
 from trainer_jax.models.config import ComputeConfig, ModelConfig
 from trainer_jax.models.parameters import Params
 from trainer_jax.run_directory import RECORD

@@ -1,4 +1,4 @@
-"""What a policy is (`ModelConfig`: Qwen3, Qwen3-MoE, Qwen3.5/3.6-MoE) and how it is computed.
+"""What a policy is (`ModelConfig`: Qwen3, Llama and their mixtures) and how it is computed.
 
 Owns the reading and writing of config.json's keys. Must not import jax: tools read a
 checkpoint's shape without it.
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from contracts.errors import BadInputError
 from contracts.runfile import Section
 
-Family = Literal["qwen3", "qwen3_moe", "qwen3_5_moe"]
+Family = Literal["qwen3", "qwen3_moe", "qwen3_5_moe", "llama", "mixtral"]
 ATTENTION, DELTANET = "full_attention", "linear_attention"  # as config.json's layer_types say it
 
 # model_type -> family; a vision-language wrapper holds the text model in text_config
@@ -22,6 +22,8 @@ _FAMILIES: dict[Any, Family] = {
     "qwen3_moe": "qwen3_moe",
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
+    "llama": "llama",
+    "mixtral": "mixtral",
 }
 _WRAPPED = "qwen3_5_moe"
 # family -> architecture and model_type that a checkpoint made here has
@@ -29,11 +31,15 @@ _WRITTEN: dict[Family, tuple[str, str]] = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    "llama": ("LlamaForCausalLM", "llama"),
+    "mixtral": ("MixtralForCausalLM", "mixtral"),
 }
+_LLAMAS = ("llama", "mixtral")  # no norms of queries and keys; a sliding window has no other switch
 # config.json keys that would change the maths and that this model has no path for: key -> accepted
 _REQUIRED = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
+    "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([], None),
@@ -48,6 +54,8 @@ _SIZES_OF: dict[Family, tuple[str, ...]] = {
     "qwen3": ("intermediate_size",),
     "qwen3_moe": _EXPERT_SIZES,
     "qwen3_5_moe": (*_EXPERT_SIZES, "shared_expert_intermediate_size"),
+    "llama": ("intermediate_size",),
+    "mixtral": _EXPERT_SIZES,
 }
 _LINEAR_SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
@@ -57,7 +65,7 @@ _LINEAR_SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a policy. Field names are those of config.json where it has them.
+    """The shape of a policy. Field names are those of Qwen's config.json where it has them.
 
     Sizes that a family does not have are 0. `layer_types` is empty where all layers are attention.
     """
@@ -104,6 +112,11 @@ class ModelConfig:
     @property
     def gated_attention(self) -> bool:
         return self.model_type == "qwen3_5_moe"
+
+    @property
+    def norms_queries(self) -> bool:
+        """Whether each head's queries and keys are normed before they are rotated."""
+        return self.model_type not in _LLAMAS
 
     @property
     def norms_around_one(self) -> bool:
@@ -178,13 +191,16 @@ class ModelConfig:
                 found=data.get("model_type"),
             )
         data = _text_config(data)
-        for key, accepted in _REQUIRED.items():
+        required = _REQUIRED | ({"sliding_window": (None,)} if family in _LLAMAS else {})
+        for key, accepted in required.items():
             if key in data and data[key] not in accepted:
                 raise BadInputError(f"config.json {key}", expected=accepted[0], found=data[key])
         data |= _rope(data, family) | {"model_type": family}
         data["norm_topk_prob"] = family != "qwen3_moe" or data.get("norm_topk_prob", False)
         if "num_local_experts" in data:
             data.setdefault("num_experts", data["num_local_experts"])
+        if family == "mixtral":
+            data["moe_intermediate_size"] = data.get("intermediate_size")
         if isinstance(data.get("eos_token_id"), list):
             data["eos_token_id"] = tuple(data["eos_token_id"])
         names = [field.name for field in fields(ModelConfig)]
@@ -193,7 +209,7 @@ class ModelConfig:
             if not data.get("head_dim") and data.get("num_attention_heads"):
                 data["head_dim"] = data.get("hidden_size", 0) // data["num_attention_heads"]
             known = {name: data[name] for name in names if name in data}
-            if family != "qwen3":
+            if "intermediate_size" not in _SIZES_OF[family]:
                 known.pop("intermediate_size", None)  # of dense layers; there are none
             return ModelConfig(**known)
         except TypeError as error:  # a required key is absent, or of the wrong kind
@@ -209,7 +225,12 @@ class ModelConfig:
                 own[name] = list(own[name])
         if self.num_experts:
             own["intermediate_size"] = self.moe_intermediate_size  # of dense layers; none here
-            own |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+            if self.model_type == "mixtral":  # other words for the same
+                own["num_local_experts"] = own.pop("num_experts")
+                del own["moe_intermediate_size"], own["norm_topk_prob"]
+                own["sliding_window"] = None
+            else:
+                own |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
         else:
             for name in (*_EXPERT_SIZES, "norm_topk_prob"):
                 del own[name]
@@ -267,7 +288,7 @@ def _rope(data: dict[str, Any], family: Family) -> dict[str, Any]:
     if (kind := rope.get("rope_type", rope.get("type", "default"))) not in accepted:
         raise BadInputError("config.json rope_type", expected="default", found=kind)
     defaults = {
-        "rope_theta": 10000.0,
+        "rope_theta": 1e6 if family == "mixtral" else 1e4,
         "partial_rotary_factor": 0.25 if family == "qwen3_5_moe" else 1.0,
     }
     return {key: data.get(key, rope.get(key, default)) for key, default in defaults.items()}
@@ -296,5 +317,6 @@ class ComputeConfig(Section):
     round_weights: bool = False
     quantize_experts: Literal["none", "nvfp4", "fp8-block"] = "none"
     remat: bool = False
-    ffn: Literal["auto", "blocks", "dense"] = "auto"
-    dispatch: Literal["gather", "all-to-all"] = "gather"  # of tokens, where experts are split
+    ffn: Literal["auto", "blocks", "dense", "tokamax"] = "auto"
+    # of tokens, where experts are split
+    dispatch: Literal["auto", "gather", "all-to-all", "ragged"] = "gather"

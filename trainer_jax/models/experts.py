@@ -6,10 +6,14 @@ Owns the seam `grouped_ffn` and its implementations. Must not hold parameters. S
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from trainer_jax.models.kernels import grouped_dot
 
 BLOCK = 64  # tokens; fastest of 32..256 on CPU at N = 4096, F = 64..128
 
@@ -33,16 +37,23 @@ def grouped_ffn(x_NxD, weights_NxX, experts_NxX, gate_ExDxF, up_ExDxF, down_ExFx
 
     `impl`: "blocks" sorts assignments by expert and computes each expert's own tokens, cut into
     blocks; "dense" computes every expert for every token, plain matrix products that any compiler
-    partitions well; "auto" is the one with fewer rows to multiply (`_fewer_rows`).
+    partitions well; "auto" is the one of these two with fewer rows to multiply (`_fewer_rows`);
+    "tokamax" sorts as well, and multiplies with a GPU's or TPU's kernels (`kernels`).
 
     The choice looks at shapes alone, never at the mesh. With experts split over a mesh axis both
     are exact, but GSPMD cannot tell where a block's expert lies and gathers the matrices for
     "blocks"; ask for "dense" where they do not fit.
+
+    Raises:
+        BadInputError: of `grouped_dot`.
     """
     if impl == "auto":
         N, X = experts_NxX.shape
         impl = _fewer_rows(N, X, len(gate_ExDxF))
-    ffn = {"blocks": _blocks, "dense": _dense}[impl]
+    if impl == "tokamax":
+        ffn = functools.partial(sorted_ffn, ragged_dot=grouped_dot())
+    else:
+        ffn = {"blocks": _blocks, "dense": _dense}[impl]
     return ffn(x_NxD, weights_NxX, experts_NxX, gate_ExDxF, up_ExDxF, down_ExFxD)
 
 
@@ -67,6 +78,59 @@ def _dense(x_NxD, weights_NxX, experts_NxX, gate_ExDxF, up_ExDxF, down_ExFxD):
     return hidden.reshape(-1, E * F) @ down_ExFxD.reshape(E * F, D)
 
 
+def sorted_ffn(
+    x_NxD,
+    weights_NxX,
+    experts_NxX,
+    gate_ExDxF,
+    up_ExDxF,
+    down_ExFxD,
+    *,
+    ragged_dot: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """As `grouped_ffn`, with a product of rows that are sorted by expert.
+
+    `ragged_dot(rows [M, I], matrices [E, I, O], sizes [E])` has the meaning of jax.lax.ragged_dot
+    and its gradients, but what it makes of rows beyond the last expert's may be anything.
+    """
+    (N, X), D, E = experts_NxX.shape, x_NxD.shape[1], len(gate_ExDxF)
+    M = N * X
+    order_M, sizes_E = _sort(experts_NxX.reshape(-1), E)
+    owned_M = jnp.arange(M) < sizes_E.sum()
+    place_M = jnp.zeros(M, jnp.int32).at[order_M].set(jnp.arange(M, dtype=jnp.int32))
+    place_NxX = jnp.where(experts_NxX < E, place_M.reshape(N, X), M)
+    x_MxD = _moved(x_NxD, jnp.where(owned_M, order_M // X, N), place_NxX)
+    hidden_MxF = jax.nn.silu(ragged_dot(x_MxD, gate_ExDxF, sizes_E))
+    hidden_MxF = hidden_MxF * ragged_dot(x_MxD, up_ExDxF, sizes_E)
+    y_MxD = ragged_dot(hidden_MxF, down_ExFxD, sizes_E)
+    back_Mx1 = jnp.where(owned_M, order_M, M)[:, None]
+    y_NxXxD = _moved(y_MxD, place_NxX.reshape(M), back_Mx1).reshape(N, X, D)
+    return _weighted(y_NxXxD, weights_NxX)
+
+
+@jax.custom_vjp
+def _moved(rows_RxD: jax.Array, index_S: jax.Array, back_RxX: jax.Array) -> jax.Array:
+    """`_take(rows, index)`, whose gradient is a gather too: row r went to back_RxX[r]."""
+    return _take(rows_RxD, index_S)
+
+
+_moved.defvjp(
+    lambda rows, index, back: (_take(rows, index), back),
+    lambda back, slope_SxD: (_take(slope_SxD, back).sum(axis=1), None, None),
+)
+
+
+def _sort(experts_M: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """Assignments by expert, nobody's last, and how many each expert has."""
+    sizes_E = jnp.zeros(num_experts, jnp.int32).at[experts_M].add(1, mode="drop")
+    return jnp.argsort(experts_M, stable=True).astype(jnp.int32), sizes_E
+
+
+def _weighted(y_NxXxD: jax.Array, weights_NxX: jax.Array) -> jax.Array:
+    y_NxD = (y_NxXxD.astype(jnp.float32) * weights_NxX[:, :, None]).sum(axis=1)
+    return y_NxD.astype(y_NxXxD.dtype)
+
+
 class _Plan(NamedTuple):
     """Where assignments go. Blocks [0, num_blocks) are in use; a block has one expert."""
 
@@ -80,8 +144,7 @@ def _plan(experts_NxX: jax.Array, num_experts: int) -> _Plan:
     experts_M = experts_NxX.reshape(-1)
     M = len(experts_M)
     max_blocks = M // BLOCK + num_experts
-    order_M = jnp.argsort(experts_M, stable=True)
-    sizes_E = jnp.zeros(num_experts, jnp.int32).at[experts_M].add(1, mode="drop")
+    order_M, sizes_E = _sort(experts_M, num_experts)
     blocks_E = (sizes_E + BLOCK - 1) // BLOCK
     first_block_E = jnp.cumsum(blocks_E, dtype=jnp.int32) - blocks_E
     first_E = jnp.cumsum(sizes_E, dtype=jnp.int32) - sizes_E
@@ -92,7 +155,7 @@ def _plan(experts_NxX: jax.Array, num_experts: int) -> _Plan:
     slots = jnp.where(owned_M, slots, max_blocks * BLOCK)  # nobody's: beyond the last slot
     slot_M = jnp.zeros(M, jnp.int32).at[order_M].set(slots, unique_indices=True)
     source_S = jnp.full(max_blocks * BLOCK, M, jnp.int32)
-    source_S = source_S.at[slots].set(order_M.astype(jnp.int32), mode="drop")
+    source_S = source_S.at[slots].set(order_M, mode="drop")
     blocks_b = jnp.arange(max_blocks, dtype=jnp.int32)
     expert_b = jnp.searchsorted(first_block_E, blocks_b, side="right") - 1
     return _Plan(slot_M, source_S, expert_b, blocks_E.sum(dtype=jnp.int32))
@@ -126,7 +189,7 @@ def _blocks_forward(x_NxD, weights_NxX, experts_NxX, gate_ExDxF, up_ExDxF, down_
 
     y_bxKxD = jax.lax.fori_loop(0, plan.num_blocks, one_block, jnp.zeros_like(x_bxKxD))
     y_NxXxD = _take(y_bxKxD.reshape(-1, D), plan.slot_M).reshape(N, X, D)
-    y_NxD = (y_NxXxD.astype(jnp.float32) * weights_NxX[:, :, None]).sum(axis=1).astype(x_NxD.dtype)
+    y_NxD = _weighted(y_NxXxD, weights_NxX)
     return y_NxD, (x_NxD, weights_NxX, plan, gate_ExDxF, up_ExDxF, down_ExFxD)
 
 

@@ -38,6 +38,8 @@ def seams(
     own = local_seams(config, compute)._replace(
         experts=experts, whole=constrained(PartitionSpec("tensor")), place=constrained(rows)
     )
+    if mesh.size > 1:  # rows and tokens are split over axes of their own
+        own = own._replace(multiply=jax.numpy.matmul)
     if mesh.shape["context"] == 1:
         return own
 

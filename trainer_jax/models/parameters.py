@@ -98,6 +98,8 @@ def parameter_shapes(config: ModelConfig) -> dict[Path, tuple[int, ...]]:
     absent = {("head",)} if config.tie_word_embeddings else set()
     if not (config.num_experts and config.mlp_size):
         absent |= {(stack, "mlp_router") for stack in STACKS.values()}
+    if not config.norms_queries:
+        absent |= {("layers", "q_norm"), ("layers", "k_norm")}
     return {path: shape for path, shape in shapes.items() if path not in absent and all(shape)}
 
 

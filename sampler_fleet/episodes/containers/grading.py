@@ -41,6 +41,7 @@ from sampler_fleet.episodes.containers.results import (
     parse_sympy,
 )
 from sampler_fleet.episodes.grading import Grader, GradingLimits, Verdict
+from sampler_fleet.episodes.grid import grade_walk
 from sampler_fleet.episodes.patch import Patch, screen
 from sampler_fleet.episodes.supervised import GRACE_S, encode_path
 
@@ -105,6 +106,8 @@ class GraderByTask(Grader):
         Raises:
             SandboxError: the infrastructure failed; grading again may succeed.
         """
+        if task.environment == "grid":
+            return grade_walk(task, patch)
         if task.checkout is None:
             return await super().grade(task, patch)
         checkout = task.checkout

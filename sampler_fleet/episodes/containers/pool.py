@@ -20,6 +20,7 @@ from sampler_fleet.episodes.containers import cli
 from sampler_fleet.episodes.containers.base import Container, Runtime
 from sampler_fleet.episodes.containers.checkout import hide, record, set_up
 from sampler_fleet.episodes.containers.launch import SandboxConfig
+from sampler_fleet.episodes.grid import GridSandboxes
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +154,10 @@ class ContainerPool:
 
 
 class SandboxesByTask:
-    """Where each task's sandbox is: on this machine if it has a tree, else in a container."""
+    """Where each task's sandbox is: on this machine if it has a tree, else in a container.
+
+    A task on a grid has none.
+    """
 
     def __init__(self, trees: Sandboxes, containers: ContainerPool) -> None:
         self._trees, self._containers = trees, containers
@@ -164,6 +168,8 @@ class SandboxesByTask:
 
     def of(self, task: Task) -> Sandboxes:
         """Where to open the sandbox of an episode of this task."""
+        if task.environment == "grid":
+            return GridSandboxes()
         if task.checkout is None:
             return self._trees
         return _OfCheckout(self._containers, task.checkout)

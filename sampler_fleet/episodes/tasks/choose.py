@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from contracts.errors import BadInputError
 from sampler_fleet.episodes.base import Task
 from sampler_fleet.episodes.grading import tree_bytes
+from sampler_fleet.episodes.grid import grid_tasks
 from sampler_fleet.episodes.tasks.generate import SPLITS, generate_tasks
 from sampler_fleet.episodes.tasks.sources import read_tasks
 from sampler_fleet.episodes.tasks.sources.files import read_text
@@ -42,7 +43,8 @@ def choose_tasks(
     """
     numbers = {TRAIN: config.num_train, HELDOUT: config.num_heldout}
     if not config.source:
-        return {split: generate_tasks(split, num, config.seed) for split, num in numbers.items()}
+        make = grid_tasks if config.environment == "grid" else generate_tasks
+        return {split: make(split, num, config.seed) for split, num in numbers.items()}
     if config.ids:
         subsets = [config.ids]
     elif config.train_ids and config.heldout_ids:

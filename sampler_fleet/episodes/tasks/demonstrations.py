@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,9 +18,11 @@ from typing import Any
 import numpy as np
 
 from contracts.errors import BadInputError
+from sampler_fleet.episodes.base import Environment, Task
 from sampler_fleet.episodes.chat import ChatFormat
+from sampler_fleet.episodes.grid import GRID_PROMPT, SIZE, WalkerConfig, grid_tasks, walk
 from sampler_fleet.episodes.prompts import SYSTEM_PROMPT, task_prompt
-from sampler_fleet.episodes.tasks.generate import Problem, generate_problems
+from sampler_fleet.episodes.tasks.generate import generate_problems
 from sampler_fleet.episodes.tasks.script import ScriptConfig, Turn, play
 
 
@@ -29,12 +32,12 @@ def write_demonstrations(
     num: int,
     seed: int,
     *,
-    config: ScriptConfig | None = None,
+    environment: Environment = "code",
 ) -> None:
     """Writes `build_demonstrations` as an .npz file, atomically."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
-    arrays = build_demonstrations(tokenizer_dir, num, seed, config=config)
+    arrays = build_demonstrations(tokenizer_dir, num, seed, environment=environment)
     try:
         with partial.open("wb") as file:
             np.savez_compressed(file, **arrays)
@@ -44,7 +47,7 @@ def write_demonstrations(
 
 
 def build_demonstrations(
-    tokenizer_dir: str | Path, num: int, seed: int, *, config: ScriptConfig | None = None
+    tokenizer_dir: str | Path, num: int, seed: int, *, environment: Environment = "code"
 ) -> dict[str, Any]:
     """`num` episodes, one problem each; see the module for the arrays.
 
@@ -54,13 +57,8 @@ def build_demonstrations(
     if num < 1:
         raise BadInputError("number of demonstrations", expected="at least 1", found=num)
     chat = ChatFormat.load(tokenizer_dir)
-    config = config or ScriptConfig()
-    rng = Random(f"script/{seed}")
-    rows, masks = [], []
-    for problem, _ in zip(generate_problems("train", seed), range(num), strict=False):
-        tokens, mask = encode_episode(chat, problem, play(problem, config, rng))
-        rows.append(tokens)
-        masks.append(mask)
+    episodes = _walks(seed) if environment == "grid" else _repairs(seed)
+    rows, masks = zip(*(encode_episode(chat, *e) for e in islice(episodes, num)), strict=True)
     offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
     return {
         "tokens": np.concatenate(rows),
@@ -69,22 +67,36 @@ def build_demonstrations(
     }
 
 
+def _repairs(seed: int) -> Iterator[tuple[str, Task, list[Turn]]]:
+    rng, config = Random(f"script/{seed}"), ScriptConfig()
+    for problem in generate_problems("train", seed):
+        yield SYSTEM_PROMPT, problem.task, play(problem, config, rng)
+
+
+def _walks(seed: int) -> Iterator[tuple[str, Task, list[Turn]]]:
+    rng, config = Random(f"walk/{seed}"), WalkerConfig()
+    for task in cycle(grid_tasks("train", SIZE**2, seed)):
+        yield GRID_PROMPT, task, walk(task, config, rng)
+
+
 def encode_episode(
-    chat: ChatFormat, problem: Problem, turns: list[Turn]
+    chat: ChatFormat, system: str, task: Task, turns: list[Turn]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids, int32 [N], and the loss mask, bool [N], of one episode."""
-    parts = list(_parts(chat, problem, turns))
+    parts = list(_parts(chat, system, task, turns))
     tokens = np.concatenate([ids for ids, _ in parts])
     mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in parts])
     return tokens, mask
 
 
 def _parts(
-    chat: ChatFormat, problem: Problem, turns: list[Turn]
+    chat: ChatFormat, system: str, task: Task, turns: list[Turn]
 ) -> Iterator[tuple[np.ndarray, bool]]:
     """Token ids of each part, and whether a policy would have sampled them."""
-    yield chat.start(SYSTEM_PROMPT, task_prompt(problem.task)), False
+    yield chat.start(system, task_prompt(task)), False
     for turn in turns:
+        if turn.note:
+            yield chat.reply_text(turn.note)[:-1], True  # its end is the call's
         if turn.is_call:
             yield chat.reply(turn.command), True
         else:

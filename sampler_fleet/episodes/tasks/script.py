@@ -38,6 +38,7 @@ class Turn:
     """A reply of the expert and what it is answered; the last turn has no answer."""
 
     command: str
+    note: str = ""  # said before the call
     is_call: bool = True  # False: the bare command, without a tool call
     answer: str | None = None
 

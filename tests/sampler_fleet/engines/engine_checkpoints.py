@@ -32,6 +32,11 @@ CONFIG = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 512,
 }
+MIXTRAL = {
+    key: value
+    for key, value in CONFIG.items()
+    if key not in ("num_experts", "moe_intermediate_size", "norm_topk_prob")
+} | {"model_type": "mixtral", "num_local_experts": 4, "architectures": ["MixtralForCausalLM"]}
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 Tensors = dict[str, torch.Tensor]
 
@@ -57,17 +62,20 @@ def random_tensors(config: dict = CONFIG, seed: int = 0, scale: float = 4.0) -> 
             f"{attention}.k_proj.weight": (keys, c["hidden_size"]),
             f"{attention}.v_proj.weight": (keys, c["hidden_size"]),
             f"{attention}.o_proj.weight": (c["hidden_size"], queries),
-            f"{attention}.q_norm.weight": (c["head_dim"],),
-            f"{attention}.k_norm.weight": (c["head_dim"],),
-            f"{layer}.mlp.gate.weight": (c["num_experts"], c["hidden_size"]),
         }
-        for e in range(c["num_experts"]):
-            expert, ffn = f"{layer}.mlp.experts.{e}", c["moe_intermediate_size"]
-            shapes |= {
-                f"{expert}.gate_proj.weight": (ffn, c["hidden_size"]),
-                f"{expert}.up_proj.weight": (ffn, c["hidden_size"]),
-                f"{expert}.down_proj.weight": (c["hidden_size"], ffn),
-            }
+        if is_mixtral := c["model_type"] == "mixtral":
+            num, ffn = c["num_local_experts"], c["intermediate_size"]
+            block, names = f"{layer}.block_sparse_moe", ("w1", "w3", "w2")
+        else:
+            num, ffn = c["num_experts"], c["moe_intermediate_size"]
+            block, names = f"{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
+        norms = () if is_mixtral else ("q_norm", "k_norm")
+        shapes |= {f"{attention}.{norm}.weight": (c["head_dim"],) for norm in norms}
+        shapes[f"{block}.gate.weight"] = (num, c["hidden_size"])
+        for e in range(num):
+            sizes = [(ffn, c["hidden_size"])] * 2 + [(c["hidden_size"], ffn)]
+            for name, size in zip(names, sizes, strict=True):
+                shapes[f"{block}.experts.{e}.{name}.weight"] = size
     tensors = {}
     for name, shape in shapes.items():
         x = torch.randn(shape, generator=generator)

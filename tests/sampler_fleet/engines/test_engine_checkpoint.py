@@ -11,7 +11,7 @@ import torch
 from contracts.errors import BadInputError
 from contracts.types import WeightFormat
 from sampler_fleet.engines.checkpoint import Checkpoint
-from sampler_fleet.engines.model import Qwen3Moe
+from sampler_fleet.engines.model import MixtureModel
 from sampler_fleet.engines.precision import Precision
 from tests.sampler_fleet.engines.engine_checkpoints import (
     CONFIG,
@@ -24,7 +24,7 @@ EXPERT = "model.layers.1.mlp.experts.3.down_proj"
 
 
 def load(directory, manifest):
-    return Qwen3Moe(Checkpoint.read(directory, manifest), Precision())
+    return MixtureModel(Checkpoint.read(directory, manifest), Precision())
 
 
 def without(manifest, name):

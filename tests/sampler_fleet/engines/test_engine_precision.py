@@ -256,3 +256,53 @@ def test_fp8_cache_gives_back_every_value():
         assert not keys.any()
     cache.data[0, 1, 0, 1] = float("nan")
     assert cache.read(0, 1, 3)[0, 0, 1].isnan().all()
+
+
+def test_an_nvfp4_cache_holds_blocks_of_16_with_a_scale_each():
+    """Held against the decoder of packed weights: the same codes and scales by another way."""
+    size, heads, num = 32, 2, 3
+    cache = KvCache(
+        num_layers=1,
+        num_slots=2,
+        num_kv_heads=heads,
+        max_context=num,
+        head_dim=size,
+        precision=Precision(kv_format=KvFormat.NVFP4),
+    )
+    qkv = random(num, 1 + 2 * heads, size) * 10 ** random(num, 1 + 2 * heads, 1)
+    qkv = qkv.bfloat16().float()
+    still = np.stack([np.ones((num, size // 2)), np.zeros((num, size // 2))]).astype(np.float32)
+    kernels.rotate_and_store(
+        qkv.numpy(),
+        np.empty((0, size), np.float32),
+        still,
+        np.float32(1e-6),
+        False,
+        np.stack([np.zeros(num, np.int64), np.arange(num)]),
+        cache.stored_as,
+        cache.layers[0],
+        np.empty((num, 1, size), np.float32),
+    )
+    stored = cache.read(0, 0, num)
+    given = qkv[:, 1:].unflatten(1, (2, heads)).permute(1, 2, 0, 3)
+    blocks = given.unflatten(-1, (-1, 16))
+    scale = (blocks.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float()
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nearest = (blocks.abs().unsqueeze(-1) / scale.unsqueeze(-1) - table).abs().argmin(-1)
+    expected = (table[nearest] * blocks.sign() * scale).flatten(-2)
+    wrong = (stored != expected).float().mean()
+    assert wrong < 0.02  # values halfway between two codes
+    assert (stored - given).abs().max() <= given.abs().max() / 5
+    assert (stored != given).any()
+
+
+def test_an_nvfp4_cache_needs_whole_blocks():
+    with pytest.raises(BadInputError, match="multiple of 16"):
+        KvCache(
+            num_layers=1,
+            num_slots=1,
+            num_kv_heads=1,
+            max_context=1,
+            head_dim=24,
+            precision=Precision(kv_format=KvFormat.NVFP4),
+        )

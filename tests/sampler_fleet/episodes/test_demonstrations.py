@@ -129,7 +129,7 @@ class TestArrays:
         chat = ChatFormat.load(tokenizer)
         for problem in problems(50, seed=4):
             turns = play(problem, CHAOTIC, Random(2))
-            tokens, mask = encode_episode(chat, problem, turns)
+            tokens, mask = encode_episode(chat, SYSTEM_PROMPT, problem.task, turns)
             edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
             replies = [tokens[start:end] for start, end in edges.reshape(-1, 2)]
             assert len(replies) == len(turns)
