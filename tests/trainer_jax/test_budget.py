@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from trainer_jax.budget import Setting, flops_per_token, memory, what_fits
+from trainer_jax.models import deltanet
 from trainer_jax.models.config import ComputeConfig, ModelConfig
 from trainer_jax.models.decoder import head_weight, hidden_states
 from trainer_jax.models.parameters import init_params
@@ -58,7 +59,8 @@ def matrix_flops(jaxpr) -> int:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_flops_are_those_of_the_traced_forward_pass(family):
+def test_flops_are_those_of_the_traced_forward_pass(family, monkeypatch):
+    monkeypatch.setattr(deltanet, "CPU_CHUNK", deltanet.CHUNK)  # as on an accelerator
     model, T = MODELS[family], 128  # one chunk of attention: a loop that turns once
     compute = ComputeConfig(ffn="dense")  # all experts, and all are chosen
 
