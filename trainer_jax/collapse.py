@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import Field
 
 from contracts.runfile import Section
+from contracts.types import Ending
 
 KL_FLOOR = 1e-3  # nats
 
@@ -114,6 +117,37 @@ def observe(
     return seen, alarms
 
 
+def observe_record(
+    watch: CollapseWatch, limits: CollapseLimits, record: Mapping[str, Any]
+) -> tuple[CollapseWatch, list[Alarm]]:
+    """The same of a line of metrics.jsonl; one without a reward or a KL says nothing."""
+    if record.get("reward") is None or record.get("kl") is None:
+        return watch, []
+    return observe(
+        watch,
+        limits,
+        reward=record["reward"],
+        kl=record["kl"],
+        format_error_ending_share=record[f"ending/{Ending.FORMAT_ERRORS}"],
+    )
+
+
 def is_collapsed(watch: CollapseWatch) -> bool:
     """Two of the three signs together: one alone has innocent causes."""
     return len(watch.active) >= 2
+
+
+def collapse_of(
+    records: Iterable[Mapping[str, Any]], limits: CollapseLimits
+) -> tuple[dict[str, int | None], int | None]:
+    """By sign, the first update at which it was seen; and the first with two of them."""
+    watch, collapsed = CollapseWatch(), None
+    signs: dict[str, int | None] = {str(sign): None for sign in Sign}
+    for record in records:
+        watch, alarms = observe_record(watch, limits, record)
+        for alarm in alarms:
+            if signs[alarm.sign] is None:
+                signs[alarm.sign] = record["step"]
+        if collapsed is None and is_collapsed(watch):
+            collapsed = record["step"]
+    return signs, collapsed

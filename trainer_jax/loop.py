@@ -22,11 +22,11 @@ from typing import Any
 from rich.console import Console
 
 from contracts.errors import BadInputError, RetryError
-from contracts.types import Ending, TrajectoryGroup
+from contracts.types import TrajectoryGroup
 from trainer_jax.advantages import has_signal
 from trainer_jax.checkpoint import Position
 from trainer_jax.cluster import Cluster
-from trainer_jax.collapse import CollapseWatch, is_collapsed, observe
+from trainer_jax.collapse import CollapseWatch, is_collapsed, observe_record
 from trainer_jax.config import RunConfig
 from trainer_jax.evaluate import evaluate_while, write_evaluation
 from trainer_jax.learner import PendingUpdate
@@ -377,15 +377,8 @@ class Loop:
 
     def _observe(self, record: Record) -> list[str]:
         """Feeds the collapse watch; returns the alarms of this update."""
-        if record.get("reward") is None or record.get("kl") is None:
-            return []
-        self._watch, alarms = observe(
-            self._watch,
-            self._config.train.collapse,
-            reward=record["reward"],
-            kl=record["kl"],
-            format_error_ending_share=record[f"ending/{Ending.FORMAT_ERRORS}"],
-        )
+        limits = self._config.train.collapse
+        self._watch, alarms = observe_record(self._watch, limits, record)
         if self._collapsed is None and is_collapsed(self._watch):
             self._collapsed = record["step"]
         return [alarm.sentence for alarm in alarms]

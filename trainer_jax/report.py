@@ -20,11 +20,10 @@ from matplotlib.ticker import MaxNLocator
 from contracts.errors import BadInputError
 from contracts.files import replacing
 from contracts.types import Ending
-from trainer_jax.collapse import CollapseLimits
+from trainer_jax.collapse import CollapseLimits, collapse_of
 from trainer_jax.compare import read_summary
 from trainer_jax.metrics import METRICS_FILE, Record, read_metrics
 from trainer_jax.plots import COLORS, INK, render_page, svg_of
-from trainer_jax.sweep_results import collapse_of
 
 REPORT_FILE = "report.html"
 ENDINGS = {e.replace("_", " "): f"ending/{e}" for e in Ending if e != Ending.FAILURE}

@@ -24,7 +24,7 @@ from typing import Any
 
 from contracts.files import replacing
 from trainer_jax.anatomy import anatomy
-from trainer_jax.collapse import CollapseLimits, CollapseWatch, Sign, is_collapsed, observe
+from trainer_jax.collapse import collapse_of
 from trainer_jax.config import TrainSection
 from trainer_jax.metrics import Record, read_metrics
 from trainer_jax.recorded import DIRECTORY, read_recorded
@@ -116,30 +116,6 @@ def _head(run: PlannedRun, summary: Mapping[str, Any], records: Sequence[Record]
         "evaluation": summary["heldout"],
         "cost": summary["cost"],
     }
-
-
-def collapse_of(
-    records: Sequence[Record], limits: CollapseLimits
-) -> tuple[dict[str, int | None], int | None]:
-    """By sign, the first update at which it was seen; and the first with two of them."""
-    watch, collapsed = CollapseWatch(), None
-    signs: dict[str, int | None] = {str(sign): None for sign in Sign}
-    for record in records:
-        if record.get("reward") is None or record.get("kl") is None:
-            continue
-        watch, alarms = observe(
-            watch,
-            limits,
-            reward=record["reward"],
-            kl=record["kl"],
-            format_error_ending_share=record["ending/format_errors"],
-        )
-        for alarm in alarms:
-            if signs[alarm.sign] is None:
-                signs[alarm.sign] = record["step"]
-        if collapsed is None and is_collapsed(watch):
-            collapsed = record["step"]
-    return signs, collapsed
 
 
 def _windows(records: Sequence[Record], groups: Sequence[str]) -> Iterator[Record]:

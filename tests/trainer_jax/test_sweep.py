@@ -15,12 +15,11 @@ from rich.console import Console
 
 from contracts.errors import BadInputError, RetryError
 from trainer_jax import sweep_run
-from trainer_jax.collapse import CollapseLimits
+from trainer_jax.collapse import CollapseLimits, collapse_of
 from trainer_jax.config import parse_run
 from trainer_jax.sweep import SweepConfig, planned_runs, read_sweep, record_of
 from trainer_jax.sweep_results import (
     WINDOW,
-    collapse_of,
     finished_digest,
     results_file,
     write_results,

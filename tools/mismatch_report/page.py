@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from tools.mismatch_report.report import Row
 from tools.mismatch_report.tables import COLUMNS, band_of, last_versions, ratio_bins
-from trainer_jax.report import render_page, svg_of
+from trainer_jax.plots import render_page, svg_of
 
 # of one contrast on white and on the dark page
 _COLOURS = ("#2f84c8", "#c4761b", "#2a9272", "#b9639a", "#8a7a1f", "#7a72c9", "#c0584a", "#5b8790")
