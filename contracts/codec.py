@@ -5,6 +5,8 @@ little-endian bytes (int32 tokens and ids, float32 log-probs, uint16 candidate c
 checks lengths, not meaning: `check_completion` does that once, where a record enters.
 """
 
+# layout: both ways of every message, beside each other
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -23,6 +25,7 @@ from contracts.types import (
     EvaluationSample,
     FileEntry,
     FinishReason,
+    Freshness,
     GenerateRequest,
     GroupUpdate,
     KvFormat,
@@ -390,6 +393,34 @@ def sampler_from_pb(message: fleet_pb2.Register) -> SamplerInfo:
         formats=tuple(WeightFormat(name) for name in message.formats if name in known),
         tokens_per_second=message.tokens_per_second,
         price_per_hour=_optional(message, "price_per_hour"),
+    )
+
+
+def freshness_to_pb(freshness: Freshness) -> rollout_pb2.Freshness:
+    return rollout_pb2.Freshness(
+        version=freshness.version,
+        groups_per_update=freshness.groups_per_update,
+        num_collected=freshness.num_collected,
+        staleness_limit=freshness.staleness_limit,
+    )
+
+
+def freshness_from_pb(message: rollout_pb2.Freshness) -> Freshness:
+    for name, least in (
+        ("version", 0),
+        ("groups_per_update", 1),
+        ("num_collected", 0),
+        ("staleness_limit", 0),
+    ):
+        if getattr(message, name) < least:
+            raise BadInputError(
+                f"freshness, {name}", expected=f"at least {least}", found=getattr(message, name)
+            )
+    return Freshness(
+        version=message.version,
+        groups_per_update=message.groups_per_update,
+        num_collected=message.num_collected,
+        staleness_limit=message.staleness_limit,
     )
 
 

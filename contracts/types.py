@@ -313,6 +313,29 @@ class GroupUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Freshness:
+    """Where a trainer is that refuses groups more than `staleness_limit` versions old: its next
+    update starts from `version` and has `num_collected` of its `groups_per_update` groups."""
+
+    version: int
+    groups_per_update: int
+    num_collected: int
+    staleness_limit: int
+
+    def oldest_version(self, num_ahead: int) -> int | None:
+        """The oldest version that a group begun now may be drawn from, if `num_ahead` others are
+        trained on before it; None: it would be too old whatever it is drawn from.
+
+        As in AReaL (arXiv 2505.24298, section 5.1), but by the groups still to come, so that
+        groups which are refused don't count.
+        """
+        updates = (self.num_collected + num_ahead) // self.groups_per_update
+        if updates > self.staleness_limit:
+            return None
+        return max(self.version + updates - self.staleness_limit, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdateReport:
     """What the trainer says to the gateway after an update. Seconds; staleness in versions.
 

@@ -257,6 +257,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServicer):
             self._spool.acknowledge(request.sequence)
             if request.taken:
                 self._producer.taken(request.taken)
+            has_limit = request.HasField("freshness")
+            self._producer.wanted_fresh(
+                codec.freshness_from_pb(request.freshness) if has_limit else None
+            )
         return rollout_pb2.AckGroupsReply()
 
     async def Evaluate(

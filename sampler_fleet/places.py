@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from contracts.errors import BadInputError, RetryError
@@ -44,6 +44,7 @@ class _Waiter:
     min_version: int
     avoid: Collection[str] = ()
     assembles_until: float = -math.inf  # it waits for all groups that long
+    shares_until: float = -math.inf  # nor does it pass by a group that still loads its version
     give_up_at: float = math.inf  # unless every place is taken
     place: asyncio.Future[Route] = field(default_factory=asyncio.Future)
 
@@ -91,15 +92,17 @@ class Places:
         """A place for a session that is to begin; waits as long as it takes.
 
         After a start of the gateway nobody gets one before every group is there (for up to
-        `assemble_seconds`), so that the first samplers to join don't get everything.
+        `assemble_seconds`), so that the first samplers to join don't get everything. For the same
+        reason it waits up to `grace_seconds` for a group whose turn it is to load `min_version`.
         """
         waiter = _Waiter(
             session_id=session_id,
             purpose=purpose,
             min_version=min_version,
             assembles_until=self._started + self._config.assemble_seconds,
+            shares_until=self._clock() + self._config.grace_seconds,
         )
-        return await self._wait(waiter, look_again_at=waiter.assembles_until)
+        return await self._wait(waiter, look_again_at=(waiter.assembles_until, waiter.shares_until))
 
     async def turn(
         self,
@@ -125,7 +128,7 @@ class Places:
             decision = self._decide(waiter)
             if isinstance(decision, Route):
                 return decision
-        return await self._wait(waiter, look_again_at=waiter.give_up_at)
+        return await self._wait(waiter, look_again_at=(waiter.give_up_at,))
 
     def changed(self) -> None:
         """A place is free, or who may serve has changed: who can be served now, is.
@@ -155,7 +158,7 @@ class Places:
         group = held.group if held else None
         return waiter.assembles_until, group, waiter.purpose, waiter.min_version
 
-    async def _wait(self, waiter: _Waiter, *, look_again_at: float) -> Route:
+    async def _wait(self, waiter: _Waiter, *, look_again_at: Iterable[float]) -> Route:
         """Its place, when its turn has come. Raises RetryError once it is to give up.
 
         At `look_again_at` something changes for it by time alone.
@@ -164,10 +167,11 @@ class Places:
         self._queue[waiter] = self._line(waiter)
         try:
             self.changed()
-            while not place.done() and (left := look_again_at - self._clock()) > 0:
-                await asyncio.wait({place}, timeout=left)
-            if not place.done():
-                self.changed()
+            for then in sorted(look_again_at):
+                while not place.done() and (left := then - self._clock()) > 0:
+                    await asyncio.wait({place}, timeout=left)
+                if not place.done():
+                    self.changed()
             return await place
         except asyncio.CancelledError:
             was_given = place.done() and not place.cancelled() and not place.exception()
@@ -188,6 +192,7 @@ class Places:
             min_version=waiter.min_version,
             now=self._clock(),
             avoid=waiter.avoid,
+            waits_for_share=self._clock() < waiter.shares_until,
         )
 
     def _is_assembled(self, waiter: _Waiter) -> bool:

@@ -27,6 +27,7 @@ from contracts.types import (
     CandidateSets,
     Ending,
     EvaluationSample,
+    Freshness,
     Purpose,
     SamplingParams,
     Trajectory,
@@ -86,6 +87,7 @@ class _Group:
 
     task: Task
     prompt: Prompt
+    min_version: int  # what is older would be refused by the trainer
     num_open: int
     trajectories: list[Trajectory] = field(default_factory=list)
     work: list[float] = field(default_factory=list)  # that each found when it started
@@ -131,6 +133,8 @@ class Producer:
         self._evaluation_slots = asyncio.Semaphore(config.max_concurrent_evaluation)
         self._consumed = spool.last_sequence - spool.count()
         self._num_appending = 0
+        self._num_begun = 0  # groups with open episodes
+        self._freshness: Freshness | None = None  # None: the trainer takes groups of any age
         self._reports_taken = False
         self._room = asyncio.Event()
         self._num_evaluations = 0
@@ -165,14 +169,29 @@ class Producer:
         self._reports_taken = True
         self._consume(sequence)
 
+    def wanted_fresh(self, freshness: Freshness | None) -> None:
+        """How old groups may be when the trainer comes to them; None: of any age."""
+        self._freshness = freshness
+        self._room.set()
+
     def _consume(self, sequence: int) -> None:
         self._consumed = max(self._consumed, min(sequence, self._spool.last_sequence))
         self._room.set()
 
-    async def _wait_for_room(self) -> None:
-        while self.backlog >= self._config.queue_groups:
+    async def _wait_for_room(self) -> int:
+        """Until a group may begin; the oldest version that it may be drawn from."""
+        while (oldest := self._oldest_version()) is None:
             self._room.clear()
             await self._room.wait()
+        return oldest
+
+    def _oldest_version(self) -> int | None:
+        """None: a group that begins now finds no room, or would be too old in its turn."""
+        if self.backlog >= self._config.queue_groups:
+            return None
+        if self._freshness is None:
+            return 0
+        return self._freshness.oldest_version(self._num_begun + self.backlog)
 
     # What the autoscaler goes by.
 
@@ -223,10 +242,12 @@ class Producer:
     async def _start_group(self, running: asyncio.TaskGroup) -> None:
         """Starts the episodes of the next prompt as slots become free."""
         await self._slots.acquire()  # first: a pause must be seen after the last slot
-        await self._wait_for_room()
+        min_version = await self._wait_for_room()
         prompt = self._spool.next_prompt()
         task = task_at(self._tasks["train"], prompt.number, self._seed)
-        group = _Group(task=task, prompt=prompt, num_open=self._config.group_size)
+        num = self._config.group_size
+        group = _Group(task=task, prompt=prompt, min_version=min_version, num_open=num)
+        self._num_begun += 1
         for sample in range(self._config.group_size):
             if sample:
                 await self._slots.acquire()
@@ -240,7 +261,7 @@ class Producer:
                 name=name,
                 sampling=self._sampling,
                 purpose=Purpose.TRAIN,
-                min_version=0,
+                min_version=group.min_version,
                 group=group,
             )
         finally:
@@ -255,8 +276,10 @@ class Producer:
     async def _close_group(self, group: _Group) -> None:
         """Appends a prompt's trajectories to the log, unless too few of them have a reward."""
         num = len(group.trajectories)
+        self._num_begun -= 1
         if num < 2:
             self._num_ended -= num
+            self._room.set()
             self._spool.drop(group.prompt)
             self.counters["groups_dropped"] += 1
             log.warning(

@@ -136,25 +136,30 @@ def decide(
     best: Mapping[str, Sampler | None],
     shares: Mapping[str, float],
     credit: Mapping[str, float],
+    loading: Collection[str] = (),
 ) -> tuple[Route | Wait, Mapping[str, float]]:
     """Where a session's next turn runs, and the groups' credit after that.
 
     `held` is the place the session has, None for a new one. `best` holds for each group with a
     sampler that is ready, and new enough, the one that would serve the turn; None where it has no
     room for a new session. One that has a place is served in any case: what it has made so far must
-    not be lost.
+    not be lost. A new session waits for one of the groups `loading` a version that is new enough if
+    its turn is that group's: else those that load fastest would serve more than their share.
     """
     if held is not None:
         chosen = best.get(held.group)
         if chosen is None:
             return Wait(reason=f"no sampler of group {held.group} is ready"), credit
         return Route(group=held.group, sampler_id=chosen.sampler_id), credit
-    if not best:
+    if not best and not loading:
         return Wait(reason=f"none of the groups {', '.join(shares)} has a ready sampler"), credit
     roomy = {group: sampler for group, sampler in best.items() if sampler and shares[group]}
-    if not roomy:
+    awaited = [group for group in loading if shares[group]]
+    if not roomy and not awaited:
         return Wait(reason="every place is taken", is_full=True), credit
-    group, after = pick_group(credit, shares, roomy)
+    group, after = pick_group(credit, shares, [*roomy, *awaited])
+    if group in awaited:
+        return Wait(reason=f"group {group} has not loaded the version that is wanted"), credit
     return Route(group=group, sampler_id=roomy[group].sampler_id), after
 
 
@@ -182,24 +187,29 @@ class Router:
         min_version: int,
         now: float,
         avoid: Collection[str] = (),
+        waits_for_share: bool = False,
     ) -> Route | Wait:
         """Decides, and remembers the place a session got.
 
-        A session leaves a sampler to `avoid`, if another of its group can serve it.
+        A session leaves a sampler to `avoid`, if another of its group can serve it. One that
+        `waits_for_share` does so while its group has samplers that are only too old.
         """
         shares = self.shares.get(purpose, {})
         if not shares:
             return Wait(reason=f"no group has the purpose {purpose}")
         held = self._places.get(session_id)
+        best = (
+            self._best_again(held, registry, min_version, avoid)
+            if held
+            else self._best(shares, registry, min_version)
+        )
+        loading = [
+            group
+            for group in shares
+            if waits_for_share and group not in best and registry.ready(group)
+        ]
         decision, credit = decide(
-            held=held,
-            best=(
-                self._best_again(held, registry, min_version, avoid)
-                if held
-                else self._best(shares, registry, min_version)
-            ),
-            shares=shares,
-            credit=self._credit[purpose],
+            held=held, best=best, shares=shares, credit=self._credit[purpose], loading=loading
         )
         if isinstance(decision, Route):
             self._credit[purpose] = credit

@@ -9,7 +9,11 @@ import faulthandler
 import os
 from pathlib import Path
 
+from hypothesis import settings
+
 faulthandler.enable()
+settings.register_profile("untimed", deadline=None)  # no test fails for a slow machine
+settings.load_profile("untimed")
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 

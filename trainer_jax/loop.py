@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from contracts.errors import BadInputError, RetryError
-from contracts.types import TrajectoryGroup
+from contracts.types import Freshness, TrajectoryGroup
 from trainer_jax.advantages import has_signal
 from trainer_jax.checkpoint import Position
 from trainer_jax.cluster import Cluster
@@ -131,7 +131,7 @@ class Loop:
         self._stream: GroupStream | None = None
         self._taken = self._sequence  # last group off the stream, trained on or not
         self._num_taken = 0  # trajectories off the stream since the last report
-        self._acknowledged = (0, 0)
+        self._acknowledged: tuple[int, int, Freshness | None] = (0, 0, None)
         self._refused_in_a_row = 0
         self._unsettled: _Unsettled | None = None
         self._dropped: Counter[str] = Counter()
@@ -262,7 +262,7 @@ class Loop:
         groups: list[TrajectoryGroup] = []
         while len(groups) < count:
             self._poll()
-            self._acknowledge()
+            self._acknowledge(num_collected=len(groups))
             group = self._stream.get(POLL_S)
             if group is None:
                 continue
@@ -400,15 +400,23 @@ class Loop:
                     record[f"group/{group.group}/dollars"] = group.cost.dollars
         return record
 
-    def _acknowledge(self) -> None:
-        """Tells the gateway what is taken, which makes room for more, and what a durable
-        checkpoint lets it forget; again and again until it was heard."""
-        durable = self._checkpoints.durable()
-        news = (durable.sequence if durable else 0, self._taken)
+    def _acknowledge(self, *, num_collected: int = 0) -> None:
+        """Tells the gateway what is taken, which makes room for more, what a durable checkpoint
+        lets it forget, and how fresh groups must be; again and again until it was heard."""
+        durable, train = self._checkpoints.durable(), self._config.train
+        freshness = None
+        if train.staleness_limit is not None:
+            freshness = Freshness(
+                version=self._version,
+                groups_per_update=train.prompts_per_update,
+                num_collected=num_collected,
+                staleness_limit=train.staleness_limit,
+            )
+        news = (durable.sequence if durable else 0, self._taken, freshness)
         if news == self._acknowledged:
             return
         try:
-            self._services.client.acknowledge(durable=news[0], taken=news[1])
+            self._services.client.acknowledge(durable=news[0], taken=news[1], freshness=freshness)
         except RetryError as error:
             log.info("not acknowledged yet: %s", error)
         else:

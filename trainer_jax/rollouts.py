@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import grpc
 
 from contracts.codec import (
+    freshness_to_pb,
     group_from_pb,
     samples_to_pb,
     sampling_to_pb,
@@ -28,6 +29,7 @@ from contracts.pb.rollout_pb2_grpc import RolloutStub
 from contracts.rpc import DEADLINE_S, calling, error_of, sync_channel
 from contracts.types import (
     EvaluationSample,
+    Freshness,
     SamplingParams,
     Trajectory,
     TrajectoryGroup,
@@ -56,10 +58,15 @@ class RolloutClient:
         with calling(self.address):
             return self._fleet.Status(fleet_pb2.StatusRequest(), timeout=timeout_s)
 
-    def acknowledge(self, *, durable: int, taken: int) -> None:
+    def acknowledge(self, *, durable: int, taken: int, freshness: Freshness | None = None) -> None:
         """Groups up to `durable` are in a checkpoint and may be forgotten, those up to `taken`
-        have left this side's queue and make room for new ones. Raises RetryError."""
-        request = rollout_pb2.AckGroupsRequest(sequence=durable, taken=taken)
+        have left this side's queue and make room for new ones, none of which begins if it would
+        be too old by `freshness`. Raises RetryError."""
+        request = rollout_pb2.AckGroupsRequest(
+            sequence=durable,
+            taken=taken,
+            freshness=freshness_to_pb(freshness) if freshness else None,
+        )
         with calling(self.address):
             self.rollout.AckGroups(request, timeout=DEADLINE_S)
 

@@ -185,12 +185,26 @@ class Progress(_message.Message):
     def __init__(self, last_sequence: _Optional[int] = ..., groups_ready: _Optional[int] = ..., episodes_in_flight: _Optional[int] = ..., episodes_completed: _Optional[int] = ..., episodes_failed: _Optional[int] = ...) -> None: ...
 
 class AckGroupsRequest(_message.Message):
-    __slots__ = ("sequence", "taken")
+    __slots__ = ("sequence", "taken", "freshness")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
+    FRESHNESS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     taken: int
-    def __init__(self, sequence: _Optional[int] = ..., taken: _Optional[int] = ...) -> None: ...
+    freshness: Freshness
+    def __init__(self, sequence: _Optional[int] = ..., taken: _Optional[int] = ..., freshness: _Optional[_Union[Freshness, _Mapping]] = ...) -> None: ...
+
+class Freshness(_message.Message):
+    __slots__ = ("version", "groups_per_update", "num_collected", "staleness_limit")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_PER_UPDATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_COLLECTED_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    groups_per_update: int
+    num_collected: int
+    staleness_limit: int
+    def __init__(self, version: _Optional[int] = ..., groups_per_update: _Optional[int] = ..., num_collected: _Optional[int] = ..., staleness_limit: _Optional[int] = ...) -> None: ...
 
 class AckGroupsReply(_message.Message):
     __slots__ = ()

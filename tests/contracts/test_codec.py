@@ -18,6 +18,7 @@ from contracts.types import (
     Ending,
     FileEntry,
     FinishReason,
+    Freshness,
     GenerateRequest,
     GroupUpdate,
     Manifest,
@@ -195,6 +196,40 @@ def test_reports_of_updates_round_trip_with_and_without_values() -> None:
     )
     for report in (empty, full):
         assert codec.update_from_pb(codec.update_to_pb(report)) == report
+
+
+def test_how_fresh_groups_must_be_round_trips_and_is_checked() -> None:
+    freshness = Freshness(version=7, groups_per_update=8, num_collected=3, staleness_limit=2)
+    assert codec.freshness_from_pb(codec.freshness_to_pb(freshness)) == freshness
+    for name, least in (("version", 0), ("groups_per_update", 1), ("staleness_limit", 0)):
+        bad = codec.freshness_to_pb(dataclasses.replace(freshness, **{name: least - 1}))
+        with pytest.raises(BadInputError, match=f"freshness, {name}: expected at least {least}"):
+            codec.freshness_from_pb(bad)
+
+
+@given(
+    version=st.integers(0, 50),
+    size=st.integers(1, 6),
+    collected=st.integers(0, 5),
+    limit=st.integers(0, 3),
+    num_ahead=st.integers(0, 30),
+)
+def test_a_group_begun_is_never_too_old_in_its_turn(version, size, collected, limit, num_ahead):
+    collected = min(collected, size - 1)
+    freshness = Freshness(
+        version=version, groups_per_update=size, num_collected=collected, staleness_limit=limit
+    )
+    oldest = freshness.oldest_version(num_ahead)
+    trained_from, room = version, size - collected  # by counting: updates until its turn comes
+    for _ in range(num_ahead):
+        room -= 1
+        if not room:
+            trained_from, room = trained_from + 1, size
+    if oldest is None:
+        assert trained_from - version > limit, "even the newest version there is would be too old"
+    else:
+        assert 0 <= oldest <= version
+        assert oldest == max(trained_from - limit, 0)
 
 
 def test_requests_and_manifests_round_trip() -> None:

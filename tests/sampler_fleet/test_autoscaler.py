@@ -80,7 +80,7 @@ configs = st.builds(
 
 
 @given(fleet=fleets, config=configs)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_never_below_the_minimum_or_above_the_maximum(fleet, config):
     decided = decide(fleet, config, NOW)
     assert list(decided) == [g.name for g in fleet.groups]
@@ -89,7 +89,7 @@ def test_never_below_the_minimum_or_above_the_maximum(fleet, config):
 
 
 @given(fleet=fleets, config=configs)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_group_rests_after_a_change(fleet, config):
     decided = decide(fleet, config, NOW)
     for g in fleet.groups:
@@ -104,7 +104,7 @@ def test_a_group_rests_after_a_change(fleet, config):
 
 
 @given(fleet=fleets, config=configs, more=st.integers(1, 1000))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_more_queued_sessions_never_mean_fewer_samplers_in_any_group(fleet, config, more):
     demand = replace(fleet.demand, num_queued=fleet.demand.num_queued + more)
     before = decide(fleet, config, NOW)
@@ -173,7 +173,7 @@ def test_a_group_whose_samplers_never_come_is_not_counted_on():
 
 
 @given(fleet=fleets, config=configs)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_samplers_on_their_way_are_not_given_up(fleet, config):
     decided = decide(fleet, config, NOW)
     for g in fleet.groups:

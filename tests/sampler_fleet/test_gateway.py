@@ -321,6 +321,12 @@ async def test_groups_stream_until_acknowledged(tmp_path):
         assert gateway.producer.backlog == 1, "sent, but the trainer reports what it takes"
         await stub.AckGroups(rollout_pb2.AckGroupsRequest(sequence=2, taken=4))
         assert gateway.producer.backlog == 0
+        strange = rollout_pb2.AckGroupsRequest(sequence=2, freshness=rollout_pb2.Freshness())
+        refused = pytest.raises(
+            BadInputError, match="groups_per_update: expected at least 1, found 0"
+        )
+        with refused, rpc.calling("gateway"):
+            await stub.AckGroups(strange)
         call.cancel()
 
 

@@ -87,7 +87,7 @@ class Queue:
         self.router = CountingRouter({purpose: fleet.shares(purpose) for purpose in Purpose})
         self.places = Places(fleet, self.registry, self.router, targets={}, clock=lambda: self.now)
 
-    def join(self, group: str) -> None:
+    def join(self, group: str, *, version: int = 1) -> None:
         info = SamplerInfo(
             sampler_id=f"{group}-0",
             group=group,
@@ -97,7 +97,7 @@ class Queue:
             max_sessions=self.config.group(group).max_sessions,
             model_fingerprint="m",
             tokenizer_fingerprint="t",
-            version=1,
+            version=version,
         )
         self.registry.register(info, self.now)
         self.places.changed()
@@ -298,6 +298,23 @@ async def test_who_waits_for_a_version_lets_others_pass(tmp_path):
         await sessions.close()
         with pytest.raises(RetryError, match="none of the groups"):
             await collect(gateway.fleet, make_request("t", min_version=9))
+
+
+async def test_a_group_that_does_not_load_a_version_is_waited_for_only_so_long():
+    groups = [{"name": name, "weight_format": "bf16"} for name in ("big", "slow")]
+    queue = Queue(groups=groups, grace_seconds=30.0)
+    queue.join("slow")
+    queue.join("big", version=2)
+    taken = [
+        asyncio.create_task(queue.places.take(name, purpose=Purpose.TRAIN, min_version=2))
+        for name in "ab"
+    ]
+    await settle()
+    assert [task.done() for task in taken] == [True, False], "the second is the slow group's"
+    queue.now = 31.0
+    queue.places.changed()
+    await settle()
+    assert [task.result().group for task in taken] == ["big", "big"]
 
 
 async def test_who_waits_for_a_version_that_is_full_lets_others_pass(tmp_path):

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from contracts.errors import BadInputError, RetryError
-from contracts.types import EvaluationSample, Purpose, SamplingParams
+from contracts.types import EvaluationSample, Freshness, Purpose, SamplingParams
 from sampler_fleet.config import EpisodesConfig
 from sampler_fleet.episodes.base import SandboxError
 from sampler_fleet.producer import Evaluation, Producer, episode_seed, task_at
@@ -101,6 +101,46 @@ async def test_groups_are_complete_and_production_pauses_while_nobody_takes_them
             assert {t.task_id for t in group.trajectories} == {group.task_id}
         producer.sent(paused_at)
         await until(lambda: spool.last_sequence >= paused_at + 2)
+
+
+async def test_no_group_begins_that_the_trainer_would_refuse_as_too_old(tmp_path):
+    def fresh(version: int, num_collected: int) -> Freshness:
+        return Freshness(
+            version=version, groups_per_update=2, num_collected=num_collected, staleness_limit=1
+        )
+
+    episodes, taken = Episodes(), 0
+
+    def begun() -> list[int]:
+        """The oldest version that each group may be drawn from."""
+        first = [call for call in episodes.calls if call[1].split(".")[2] == "0"]
+        return [call[4] for call in sorted(first, key=lambda call: int(call[1].split(".")[1]))]
+
+    async with producing(tmp_path, episodes, run=False, queue_groups=99) as (producer, spool):
+
+        async def take(num: int, version: int, num_collected: int) -> None:
+            nonlocal taken
+            taken += num
+            producer.taken(taken)
+            producer.wanted_fresh(fresh(version, num_collected))
+            await asyncio.sleep(0.05)
+
+        producer.wanted_fresh(fresh(5, 0))
+        task = asyncio.create_task(producer.run())
+        await until(lambda: spool.last_sequence == 4)
+        await asyncio.sleep(0.05)
+        assert begun() == [4, 4, 5, 5], "two for the update from version 5, two for that from 6"
+        await take(1, 5, 1)
+        assert len(begun()) == 4, "one is collected: what is ahead of the next is as before"
+        await take(1, 5, 1)
+        assert begun() == [4, 4, 5, 5, 5], "one was refused, so there is room for another"
+        await take(1, 6, 0)
+        assert begun() == [4, 4, 5, 5, 5, 6, 6], "an update later"
+        producer.wanted_fresh(None)
+        await until(lambda: len(begun()) >= 12)
+        assert set(begun()[7:]) == {0}, "a trainer without a limit"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_every_attempt_is_a_session_with_a_seed_of_its_own(tmp_path):

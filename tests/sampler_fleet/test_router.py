@@ -53,7 +53,7 @@ def route(router: Router, registry: Registry, session_id: str, min_version: int 
 
 
 @given(capacities=capacities, num=st.integers(1, 300))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_at_any_moment_a_group_is_within_one_session_of_its_share(capacities, num):
     shares = {str(i): c / math.fsum(capacities) for i, c in enumerate(capacities)}
     credit, got = {}, dict.fromkeys(shares, 0)
@@ -67,7 +67,7 @@ def test_at_any_moment_a_group_is_within_one_session_of_its_share(capacities, nu
     capacities=st.lists(st.floats(0.1, 50), min_size=2, max_size=8),
     outages=st.lists(st.sets(st.integers(0, 7)), min_size=1, max_size=60),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_outages_do_not_unsettle_the_shares_for_ever(capacities, outages):
     shares = {str(i): c / math.fsum(capacities) for i, c in enumerate(capacities)}
     credit: dict[str, float] = {}
@@ -95,7 +95,7 @@ def test_the_published_fleet_gets_its_shares():
     capacities=st.lists(st.floats(0.5, 30), min_size=2, max_size=6),
     steps=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_session_stays_while_its_sampler_lives_and_in_its_group_for_ever(capacities, steps):
     groups = {f"g{i}": c for i, c in enumerate(capacities)}
     registry, router = make_fleet(groups, samplers=2)
@@ -125,7 +125,7 @@ def test_a_session_stays_while_its_sampler_lives_and_in_its_group_for_ever(capac
 
 
 @given(capacities=capacities, gone=st.integers(0, 8), num=st.integers(1, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_share_of_a_group_without_samplers_goes_to_the_others(capacities, gone, num):
     groups = {f"g{i}": c for i, c in enumerate(capacities)}
     registry, router = make_fleet(groups, samplers=1)
@@ -178,6 +178,30 @@ def test_a_sampler_older_than_asked_is_not_used_until_it_caught_up():
     load = registry.get("old").load
     registry.heartbeat("old", version=2, load=load, now=1.0)
     assert route(router, registry, "t", min_version=2) == Route(group="g", sampler_id="old")
+
+
+def test_a_session_of_a_group_that_still_loads_its_version_waits_for_it():
+    registry, router = make_fleet({"fast": 1, "slow": 1}, samplers=0)
+    join(registry, "f", "fast", version=2)
+    join(registry, "s", "slow", version=1)
+
+    def place(name: str, *, waits_for_share: bool = True):
+        return router.route(
+            name,
+            registry,
+            purpose=Purpose.TRAIN,
+            min_version=2,
+            now=0.0,
+            waits_for_share=waits_for_share,
+        )
+
+    assert place("a") == Route(group="fast", sampler_id="f")
+    assert place("b") == Wait(reason="group slow has not loaded the version that is wanted")
+    assert place("b", waits_for_share=False) == Route(group="fast", sampler_id="f")
+    registry.heartbeat("s", version=2, load=registry.get("s").load, now=1.0)
+    assert {place(name).group for name in "cd"} == {"slow", "fast"}, "no debt of what it missed"
+    registry.lose("s", "gone")
+    assert {place(name).group for name in "ef"} == {"fast"}, "nobody is left to wait for"
 
 
 def test_purposes_are_kept_apart():

@@ -142,7 +142,7 @@ def apply(event: Join | Beat | Gone, registry: Registry) -> None:
 
 
 @given(st.lists(events, min_size=50, max_size=150))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_happens_the_router_decides_as_the_rule_does(happening):
     registry = Registry(
         [GroupConfig(name=name, weight_format=WeightFormat.BF16) for name in SHARES],

@@ -119,6 +119,7 @@ class FakeGateway(
         self.published: list[int] = []
         self.streams: list[int] = []
         self.acks: list[tuple[int, int]] = []
+        self.freshness: list[rollout_pb2.Freshness | None] = []  # of each
         self.taken = 0
         self.queue_groups = 1  # less than an update takes: progress must not depend on it
         self.evaluations: list[rollout_pb2.EvaluateRequest] = []
@@ -156,6 +157,7 @@ class FakeGateway(
 
     def AckGroups(self, request, context):
         self.acks.append((request.sequence, request.taken))
+        self.freshness.append(request.freshness if request.HasField("freshness") else None)
         self.taken = max(self.taken, request.taken)
         return rollout_pb2.AckGroupsReply()
 
@@ -347,6 +349,15 @@ def test_a_staleness_limit_drops_older_groups(run, gateway, limit):
     records = read_metrics(run.directory)
     assert all(record["staleness/max"] <= limit for record in records)
     assert records[-1]["dropped/stale_groups"] > 0
+    said = [(f.version, f.num_collected) for f in gateway.freshness]
+    assert said == sorted(said)
+    assert {version for version, _ in said} == {1, 2, 3}
+    assert {(f.groups_per_update, f.staleness_limit) for f in gateway.freshness} == {(2, limit)}
+
+
+def test_without_a_staleness_limit_groups_of_any_age_are_wanted(run, gateway):
+    assert run("train.updates=2") == "finished"
+    assert set(gateway.freshness) == {None}
 
 
 def spoiled(group: TrajectoryGroup) -> TrajectoryGroup:

@@ -27,7 +27,7 @@ from trainer_jax.loss import LogBand, SamplerRecord, objective_from_logits, toke
 V = 6
 ids_of_arm = [f"{a.importance}-{'sc' if a.center else 'plain'}-{a.replay}" for a in ARMS]
 every_arm = pytest.mark.parametrize("arm", ARMS, ids=ids_of_arm)
-examples = settings(max_examples=12, deadline=None, derandomize=True)
+examples = settings(max_examples=12, derandomize=True)
 # failing on purpose: nothing to shrink
 control = settings(examples, max_examples=40, phases=[Phase.generate])
 

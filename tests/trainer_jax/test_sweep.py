@@ -116,7 +116,7 @@ class TestPlan:
     def test_the_projects_own_sweep(self):
         sweep = read_sweep(Path("examples/stability.toml"))
         runs = [run for scale in sweep.scales for run in planned_runs(sweep, scale)]
-        assert len(runs) == 72
+        assert len(runs) == 77
         for run in runs:
             config = parse_run(run.sections)
             is_whole = config.sections["sampling"]["top_p"] == 1.0

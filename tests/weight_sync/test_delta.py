@@ -39,7 +39,7 @@ def make(rng: np.random.Generator, *sizes: int) -> dict[str, np.ndarray]:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, 300), min_size=1, max_size=3),
     share=st.sampled_from([0.0, 0.01, 0.1, 0.9, 1.0]),

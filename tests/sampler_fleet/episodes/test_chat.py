@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -68,7 +68,6 @@ class TestTokenizer:
         assert sorted(tokenizer.get_vocab().values()) == list(range(tokenizer.get_vocab_size()))
 
     @given(text)
-    @settings(deadline=None)
     def test_every_text_round_trips(self, directory, text):
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -184,7 +183,6 @@ class TestRendering:
         assert content in chat.decode(chat.observe(content))
 
     @given(text)
-    @settings(deadline=None)
     def test_observations_round_trip(self, chat, text):
         before, after = chat.decode(chat.observe("\x01")).split("\x01")
         assert chat.decode(chat.observe(text)) == before + text + after
@@ -199,7 +197,6 @@ class TestParsing:
         assert chat.parse(chat.reply(command)).command == command
 
     @given(text.filter(lambda command: command.strip() and "\0" not in command))
-    @settings(deadline=None)
     def test_any_command_survives(self, chat, command):
         reply = chat.parse(chat.reply(command))
         assert (reply.command, reply.error) == (command, "")
@@ -292,7 +289,6 @@ class TestParsing:
         assert chat.parse(spelled).command == "ls -a"
 
     @given(st.lists(st.integers(0, 800), max_size=60))
-    @settings(deadline=None)
     def test_any_tokens_are_read(self, chat, ids):
         reply = chat.parse(ids)
         assert (reply.command is None) == bool(reply.error)

@@ -219,7 +219,6 @@ class TestRendering:
             assert [i for i in nasty if i in control] == [i for i in plain if i in control]
 
     @given(texts)
-    @settings(deadline=None)
     def test_observations_are_shown_whole(self, chats, text):
         """But for white space at their ends, which some templates strip."""
         for (name, _, _), chat in chats.items():
@@ -232,7 +231,7 @@ class TestRendering:
         assert "a?b" in chat.decode(chat.start("s", "a\ud800b"))
 
     @given(st.lists(st.tuples(text, text, texts), min_size=1, max_size=3))
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     def test_what_the_template_renders_begins_with_every_buffer(self, chats, tokenizer, turns):
         """Where it keeps thoughts, a conversation rendered anew is the buffer, at every turn."""
         chat = chats["qwen3.6", "tool", True]
@@ -345,7 +344,6 @@ def command(text: str, name: str = "command") -> str:
 class TestReading:
     @given(texts.filter(lambda command: command.strip() and "\0" not in command))
     @example("echo\n\u0301")
-    @settings(deadline=None)
     def test_any_command_survives(self, chats, command):
         for (name, mode, _), chat in chats.items():
             reply = chat.parse(chat.reply(command))
@@ -357,7 +355,6 @@ class TestReading:
                 assert (reply.command, reply.error) == (nfc(command), "")
 
     @given(st.lists(st.integers(0, 1000), max_size=60))
-    @settings(deadline=None)
     def test_any_tokens_are_read(self, chats, ids):
         for chat in chats.values():
             reply = chat.parse(ids)
@@ -366,7 +363,6 @@ class TestReading:
     @given(st.lists(st.sampled_from(
         [*NASTY, *CALL.values(), "```bash\n", "\n```\n", "ls", "<function=bash>",
          "</function>", "</parameter>", '{"name": "bash"', "\n"]), max_size=12))  # fmt: skip
-    @settings(deadline=None)
     def test_any_control_tokens_are_read(self, chats, tokenizer, parts):
         ids = sampled(tokenizer, "".join(parts))
         for chat in chats.values():

@@ -244,7 +244,7 @@ _json = st.recursive(
 _field = st.sampled_from([*ASK, "stream", "max_tokens", "n", "stop", "user", "metadata", "x"])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(changes=st.dictionaries(_field, _json, max_size=4), message=_json)
 def test_a_body_is_read_or_refused(changes, message):
     body = ASK | {"messages": [*START, message]} | changes

@@ -179,7 +179,7 @@ events = st.lists(
     is_scaled=st.booleans(),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
 def test_no_trajectory_is_lost_or_doubled_whatever_is_taken_away(
     events, preemptions, lockstep, is_scaled, seed
 ):

@@ -59,7 +59,7 @@ def test_bytes_of_slime_by_channel_and_by_tensor():
         np.testing.assert_array_equal(found.scale, GOLDEN[f"randn/{peer}/scale"], strict=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bits=MATRICES)
 def test_codes_are_those_of_the_division(bits):
     for codes, scale, _ in encode_all(bits):
@@ -68,7 +68,7 @@ def test_codes_are_those_of_the_division(bits):
         np.testing.assert_array_equal(codes, expected.view(np.uint8))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bits=MATRICES)
 def test_scales_of_a_power_of_two_are_the_next_ones(bits):
     exact = fp8.encode(bits, name="x").scale_inv
@@ -143,7 +143,7 @@ def test_e4m3_values():
     np.testing.assert_array_equal(fp8.VALUES, expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(shape=st.tuples(st.integers(1, 140), st.integers(1, 270)), seed=st.integers(0, 99))
 def test_error_is_a_sixteenth_or_half_the_smallest_step(shape, seed):
     rng = np.random.default_rng(seed)

@@ -44,7 +44,7 @@ def test_scale_values():
     np.testing.assert_array_equal(mxfp8.SCALES, expected)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(bits=MATRICES)
 def test_codes_are_those_of_the_division(bits):
     found = mxfp8.encode(bits, name="x")
@@ -54,7 +54,7 @@ def test_codes_are_those_of_the_division(bits):
     np.testing.assert_array_equal(found.codes, expected.view(np.uint8))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(bits=MATRICES)
 def test_error_is_a_sixteenth_or_half_the_smallest_step(bits):
     found = mxfp8.encode(bits, name="x")

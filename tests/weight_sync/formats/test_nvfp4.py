@@ -118,7 +118,7 @@ def _directly(bits: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]
 
 
 @pytest.mark.parametrize("recipe", [Recipe.MODELOPT, Recipe.TE, Recipe.FOUR_OVER_SIX])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bits=MATRICES)
 def test_thresholds_equal_direct_arithmetic(recipe, bits):
     nibbles, codes = _directly(bits, recipe)
@@ -129,7 +129,7 @@ def test_thresholds_equal_direct_arithmetic(recipe, bits):
 
 
 @pytest.mark.parametrize("recipe", list(Recipe))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(bits=MATRICES)
 def test_error_is_within_a_unit_of_the_block(recipe, bits):
     """The widest gap, 4 to 6, is two units; beyond 6 the rest of the block's maximum is lost."""
