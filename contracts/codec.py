@@ -1,7 +1,8 @@
 """Protobuf messages to the types of `contracts.types` and back.
 
 Owns every conversion; protobuf types stop at the servicer and the client. Arrays are packed as
-little-endian bytes (int32 tokens and ids, float32 log-probs, uint16 candidate counts). Decoding
+little-endian bytes (int32 tokens and ids, float32 log-probs, uint16 candidate counts, routed
+experts as narrow as their number allows). Decoding
 checks lengths, not meaning: `check_completion` does that once, where a record enters.
 """
 
@@ -18,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from contracts.errors import BadInputError, RetryError
 from contracts.manifests import manifest_from_text, manifest_to_text
 from contracts.pb import fleet_pb2, rollout_pb2, weights_pb2
+from contracts.routed import RoutedExperts
 from contracts.types import (
     CandidateSets,
     Completion,
@@ -73,6 +75,7 @@ def sampling_to_pb(sampling: SamplingParams) -> rollout_pb2.SamplingParams:
         num_candidates=sampling.num_candidates,
         stop_token_ids=sampling.stop_token_ids,
         seed=sampling.seed,
+        return_routed_experts=sampling.return_routed_experts,
     )
 
 
@@ -86,6 +89,7 @@ def sampling_from_pb(message: rollout_pb2.SamplingParams) -> SamplingParams:
         num_candidates=message.num_candidates,
         stop_token_ids=tuple(message.stop_token_ids),
         seed=message.seed,
+        return_routed_experts=message.return_routed_experts,
     )
 
 
@@ -125,6 +129,37 @@ def _candidates_from_pb(message) -> CandidateSets:
     return sets
 
 
+def _routed_to_pb(parts: tuple[RoutedExperts, ...]) -> list[rollout_pb2.RoutedExperts]:
+    return [
+        rollout_pb2.RoutedExperts(
+            start=part.start,
+            num_layers=part.ids.shape[1],
+            num_per_token=part.ids.shape[2],
+            ids=pack(part.ids, part.ids.dtype.newbyteorder("<").str),
+            wide=part.ids.dtype == np.uint16,
+        )
+        for part in parts
+    ]
+
+
+def _routed_from_pb(
+    messages: Iterable[rollout_pb2.RoutedExperts],
+) -> tuple[RoutedExperts, ...]:
+    parts = []
+    for message in messages:
+        ids = unpack(message.ids, "<u2" if message.wide else "u1", "routed experts")
+        row = message.num_layers, message.num_per_token
+        size = row[0] * row[1]
+        if min(row) < 1 or len(ids) % size:
+            raise BadInputError(
+                "routed experts",
+                expected=f"whole tokens of {row[0]} layers x {row[1]} ids",
+                found=len(ids),
+            )
+        parts.append(RoutedExperts(start=message.start, ids=ids.reshape(-1, *row)))
+    return tuple(parts)
+
+
 def chunk_to_pb(chunk: Completion) -> rollout_pb2.CompletionChunk:
     return rollout_pb2.CompletionChunk(
         tokens=pack(chunk.tokens, "<i4"),
@@ -134,6 +169,7 @@ def chunk_to_pb(chunk: Completion) -> rollout_pb2.CompletionChunk:
         candidate_logp=pack(chunk.candidates.logp, "<f4"),
         spans=spans_to_pb(chunk.spans),
         finish_reason=chunk.finish_reason or "",
+        routed_experts=_routed_to_pb(chunk.routed_experts),
     )
 
 
@@ -144,6 +180,7 @@ def chunk_from_pb(message: rollout_pb2.CompletionChunk) -> Completion:
         candidates=_candidates_from_pb(message),
         spans=_spans_from_pb(message.spans),
         finish_reason=_finish_reason(message.finish_reason),
+        routed_experts=_routed_from_pb(message.routed_experts),
     )
 
 
@@ -202,6 +239,7 @@ def trajectory_to_pb(trajectory: Trajectory) -> rollout_pb2.Trajectory:
         sample=trajectory.sample,
         patch=None if trajectory.patch is None else _patch_to_pb(trajectory.patch),
         verdict=trajectory.verdict,
+        routed_experts=_routed_to_pb(trajectory.routed_experts),
     )
 
 
@@ -283,6 +321,7 @@ def trajectory_from_pb(message: rollout_pb2.Trajectory) -> Trajectory:
         sample=message.sample,
         patch=_patch_from_pb(message.patch) if message.HasField("patch") else None,
         verdict=message.verdict,
+        routed_experts=_routed_from_pb(message.routed_experts),
     )
 
 

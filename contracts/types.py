@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from contracts.errors import BadInputError
+from contracts.routed import RoutedExperts, check_routed
 
 PROTOCOL_VERSION = 2
 
@@ -85,6 +86,7 @@ class SamplingParams:
     num_candidates: int = 64  # recorded where nothing is truncated
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0  # 0: none chosen, the engine takes one from the session
+    return_routed_experts: bool = False  # only a mixture of experts has any
 
     def __post_init__(self) -> None:
         for rule, good, found in (
@@ -161,6 +163,7 @@ class Completion:
     candidates: CandidateSets  # T sets
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason | None
+    routed_experts: tuple[RoutedExperts, ...] = ()  # also of given tokens, in order of computation
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -188,6 +191,9 @@ class Completion:
             candidates=CandidateSets.concatenate([part.candidates for part in parts]),
             spans=tuple(spans),
             finish_reason=parts[-1].finish_reason if parts else None,
+            routed_experts=RoutedExperts.join(
+                routed for part in parts for routed in part.routed_experts
+            ),
         )
 
 
@@ -260,6 +266,8 @@ class Trajectory:
     sample: int = 0  # which of its task's
     patch: Patch | None = None  # what was submitted
     verdict: str = ""  # the grader's reason
+    # only where they were asked for: in order, no position twice; some may be missing
+    routed_experts: tuple[RoutedExperts, ...] = ()
 
     @property
     def version(self) -> np.ndarray:
@@ -422,12 +430,17 @@ class Switch:
     weights_checksum: str = ""
 
 
-def check_completion(completion: Completion, *, sampler_id: str, truncates: bool) -> None:
+def check_completion(
+    completion: Completion, *, sampler_id: str, truncates: bool, num_given: int | None = None
+) -> None:
     """Refuses a record that the loss cannot use, naming its sampler.
+
+    `num_given`: tokens of the buffer before the completion's first, where they are known.
 
     Raises:
         BadInputError: a length mismatch, a non-finite or positive log-prob, a candidate set without
-            the token drawn (only where the sampler truncates), spans with a gap or overlap.
+            the token drawn (only where the sampler truncates), spans with a gap or overlap, routed
+            experts of no token before the last, or one of them twice.
     """
     rule = f"record from sampler {sampler_id}"
     num = len(completion.tokens)
@@ -479,3 +492,5 @@ def check_completion(completion: Completion, *, sampler_id: str, truncates: bool
         raise BadInputError(
             rule, expected=f"version spans up to {num}", found=f"they end at {position}"
         )
+    for routed in completion.routed_experts:
+        check_routed(routed, rule, None if num_given is None else num_given + num)

@@ -168,6 +168,7 @@ class SamplingConfig(Section):
     top_k: int = Field(default=0, ge=0)
     max_new_tokens: int = Field(default=128, ge=1)
     num_candidates: int = Field(default=64, ge=1)
+    return_routed_experts: bool = False  # and the trainer sends tokens to the same experts
 
     def params(self) -> SamplingParams:
         return SamplingParams(**self.model_dump())

@@ -358,7 +358,12 @@ class Fleet:
         raise SamplerGoneError(f"sampler {link.sampler_id}: {error}")
 
     def _check_record(self, completion: Completion, sampler_id: str, turn: Turn) -> None:
-        check_completion(completion, sampler_id=sampler_id, truncates=turn.truncates)
+        check_completion(
+            completion,
+            sampler_id=sampler_id,
+            truncates=turn.truncates,
+            num_given=turn.num_tokens,
+        )
         rule = f"record from sampler {sampler_id}"
         if len(completion) > turn.num_remaining:
             raise BadInputError(

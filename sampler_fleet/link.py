@@ -116,6 +116,11 @@ class Turn:
         self.min_version = request.min_version
 
     @property
+    def num_tokens(self) -> int:
+        """Of the buffer so far."""
+        return len(self._request.tokens) + self.num_sampled
+
+    @property
     def num_remaining(self) -> int:
         return self._request.sampling.max_new_tokens - self.num_sampled
 

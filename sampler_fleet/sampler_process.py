@@ -11,7 +11,7 @@ from pathlib import Path
 
 from contracts.credentials import Credentials
 from contracts.errors import BadInputError
-from contracts.types import WeightFormat
+from contracts.types import Purpose, WeightFormat
 from sampler_fleet.config import GroupConfig, read_settings
 from sampler_fleet.engines.base import Engine
 from sampler_fleet.join import Offer, Patience, SamplerAgent
@@ -39,10 +39,16 @@ async def run_sampler(  # noqa: PLR0913 (a command line)
         BadInputError, AuthError: the run file, the gateway or the engine refuses this sampler.
         DirtyProcessError: this process is to be replaced.
     """
-    fleet = read_settings(config).fleet
+    settings = read_settings(config)
+    fleet, sampling = settings.fleet, settings.sampling
     group = fleet.group(group_name)
     seed = int.from_bytes(hashlib.sha256(sampler_id.encode()).digest()[:4], "little")
-    engine = make_engine(group, fleet.max_context_tokens, seed)
+    engine = make_engine(
+        group,
+        fleet.max_context_tokens,
+        seed,
+        returns_routed_experts=sampling.return_routed_experts and group.purpose == Purpose.TRAIN,
+    )
     client = WeightClient(weights, credentials, group.weight_format, state_dir / "weights")
     agent = SamplerAgent(
         sampler_id=sampler_id,
@@ -95,12 +101,15 @@ def _formats(group: GroupConfig) -> tuple[WeightFormat, ...]:
     return tuple(formats) or (group.weight_format,)
 
 
-def make_engine(group: GroupConfig, max_context_tokens: int, seed: int) -> Engine:
+def make_engine(
+    group: GroupConfig, max_context_tokens: int, seed: int, *, returns_routed_experts: bool = False
+) -> Engine:
     """The engine of a group's settings, without weights; what it needs is imported here."""
     if group.engine == "sglang":
         from sampler_fleet.engines.launch import LocalServer, kernels_for
         from sampler_fleet.engines.sglang import SglangEngine
 
+        flags = ("--enable-return-routed-experts",) if returns_routed_experts else ()
         server = group.sglang.address or LocalServer(
             kernels=kernels_for(group.accelerator, group.weight_format),
             kv_format=group.kv_format,
@@ -108,13 +117,14 @@ def make_engine(group: GroupConfig, max_context_tokens: int, seed: int) -> Engin
             max_context_tokens=max_context_tokens,
             num_accelerators=group.num_accelerators,
             python=group.sglang.python,
-            arguments=group.sglang.arguments,
+            arguments=(*flags, *group.sglang.arguments),
         )
         return SglangEngine(
             server,
             weight_format=group.weight_format,
             max_context_tokens=max_context_tokens,
             seed=seed,
+            returns_routed_experts=returns_routed_experts,
         )
     from sampler_fleet.engines.embedded import EmbeddedEngine
 

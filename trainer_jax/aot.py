@@ -37,6 +37,7 @@ from trainer_jax.hf import load_config
 from trainer_jax.hlo import Array, Module, Traffic
 from trainer_jax.mesh import make_mesh
 from trainer_jax.models.config import ComputeConfig
+from trainer_jax.records import RoutingRules
 from trainer_jax.step import make_update
 from trainer_jax.summary import training_groups
 
@@ -123,8 +124,9 @@ def compile_here(config: RunConfig) -> dict[str, Any]:
     """The fields of `Ahead` that this process knows, which has the mesh's devices."""
     start = time.monotonic()
     mesh = make_mesh(config.mesh.model_dump())
+    model = load_config(config.model.checkpoint)
     update = make_update(
-        load_config(config.model.checkpoint),
+        model,
         config.loss,
         config.optimizer.build(),
         mesh,
@@ -139,6 +141,7 @@ def compile_here(config: RunConfig) -> dict[str, Any]:
         config.train.row_tokens,
         config.train.candidate_buckets,
         num_shards=update.num_shards,
+        routing=RoutingRules.of(model) if config.replays_routing else None,
     )
     state = update.abstract_state()
     programs = {
@@ -165,7 +168,14 @@ def _on_cpu(compute: ComputeConfig) -> ComputeConfig:
     return compute.model_copy(update={key: name for key, name in chosen.items() if name})
 
 
-def abstract_batch(rows: int, row_tokens: int, widths: Iterable[int], *, num_shards: int) -> Batch:
+def abstract_batch(
+    rows: int,
+    row_tokens: int,
+    widths: Iterable[int],
+    *,
+    num_shards: int,
+    routing: RoutingRules | None = None,
+) -> Batch:
     """The shapes of a full micro-batch: one trajectory a row, half its tokens trained, as many in
     every bucket.
     """
@@ -197,6 +207,7 @@ def abstract_batch(rows: int, row_tokens: int, widths: Iterable[int], *, num_sha
         num_trained_M=array((rows,), np.float32),
         origin_M=array((rows,), np.int32),
         buckets=tuple(map(bucket, widths)),
+        routed_experts_BxRxLxX=array((*row.shape, *routing[:2]), np.int16) if routing else None,
     )
 
 

@@ -13,11 +13,12 @@ rows of its shard, laid end to end.
 
 Shape letters: B rows, R tokens of a row, S shards (devices along the mesh's data axes; each holds
 B / S rows and the trained tokens of those rows), N slots of a bucket in a shard, K candidates,
-M trajectories of the micro-batch.
+M trajectories of the micro-batch, L layers, X experts of a token.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ import numpy as np
 
 from contracts.errors import BadInputError
 from contracts.types import Trajectory, TrajectoryGroup
-from trainer_jax.records import RecordRules, check_trajectory, describe
+from trainer_jax.records import RecordRules, RoutingRules, check_trajectory, describe
 
 MIN_SLOTS = 32  # per bucket and shard; fewer are not worth a compilation
 
@@ -62,6 +63,8 @@ class Batch:
     num_trained_M: np.ndarray  # float32, trained tokens of each trajectory; 0 in free slots
     origin_M: np.ndarray  # int32, which of all trajectories handed to `pack`; -1 in free slots
     buckets: tuple[TokenBucket, ...]
+    # int16, -1 where the sampler's choice is not known; None where none is replayed
+    routed_experts_BxRxLxX: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -156,7 +159,10 @@ def pack(
         height = max(num_shards, rows * row_tokens // length // num_shards * num_shards)
         cells = _deal(_fill_rows(items, length), height // num_shards, num_shards)
         widths = tuple(candidate_buckets)
-        batches += _batches(cells, (height, length), num_shards, widths, known.get(length))
+        made = _batches(cells, (height, length), num_shards, widths, known.get(length))
+        if rules.routing:
+            made = _with_routing(made, cells, num_shards, rules.routing)
+        batches += made
     return batches
 
 
@@ -267,6 +273,27 @@ def _row_arrays(shards: list[list[list[_Item]]], shape: tuple[int, int]) -> dict
                 segments[at] = number
                 start = at[1].stop
     return {"tokens_BxR": tokens, "positions_BxR": positions, "segments_BxR": segments}
+
+
+def _with_routing(
+    batches: list[Batch], cells: list[list[list[_Item]]], num_shards: int, routing: RoutingRules
+) -> list[Batch]:
+    """The batches with the experts that their trajectories' samplers chose."""
+    made = []
+    for m, batch in enumerate(batches):
+        shape = *batch.tokens_BxR.shape, routing.num_layers, routing.num_per_token
+        routed_experts = np.full(shape, -1, np.int16)
+        per_shard = shape[0] // num_shards
+        for s, cell in enumerate(cells[m * num_shards : (m + 1) * num_shards]):
+            for r, row in enumerate(cell):
+                start = 0
+                for item in row:
+                    for part in item.trajectory.routed_experts:
+                        at = slice(start + part.start, start + part.end)
+                        routed_experts[s * per_shard + r, at] = part.ids
+                    start += len(item.trajectory.tokens)
+        made.append(dataclasses.replace(batch, routed_experts_BxRxLxX=routed_experts))
+    return made
 
 
 def _tokens_of(cell: list[list[_Item]], length: int, first_trajectory: int) -> _Tokens:

@@ -221,6 +221,11 @@ class RunConfig:
         """Whether the run starts its own services."""
         return self.run.gateway is None
 
+    @property
+    def replays_routing(self) -> bool:
+        """Whether the samplers say where they routed tokens, for the trainer to do likewise."""
+        return self.sections.get("sampling", {}).get("return_routed_experts", False)
+
     def with_sections(self, sections: dict[str, dict[str, Any]]) -> RunConfig:
         """The same run with the other components' sections as they resolved them."""
         return replace(self, sections=sections)

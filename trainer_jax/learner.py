@@ -20,7 +20,7 @@ from trainer_jax.hf import load_checkpoint, save_checkpoint
 from trainer_jax.mesh import make_mesh
 from trainer_jax.parts import own_parts
 from trainer_jax.recorded import TrainedTokens, by_trajectory
-from trainer_jax.records import RecordRules, check_trajectory
+from trainer_jax.records import RecordRules, RoutingRules, check_trajectory
 from trainer_jax.step import PendingMetrics, TrainState, make_update
 from trainer_jax.summary import training_groups
 
@@ -86,6 +86,7 @@ class Learner:
             vocab_size=self.model.vocab_size,
             replay=config.loss.replay,
             max_candidates=config.train.candidate_buckets[-1],
+            routing=RoutingRules.of(self.model) if config.replays_routing else None,
         )
         self.state: TrainState = self._update.init(params)
         self._shapes: dict[int, BatchShape] = {}

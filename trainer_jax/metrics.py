@@ -59,6 +59,9 @@ def batch_statistics(groups: Sequence[TrajectoryGroup], version: int) -> Record:
         / max(1, sum(t.num_turns for t in scored)),
         "num_failovers": sum(max(0, len(t.sampler_ids) - 1) for t in scored),
     }
+    num_routed = sum(len(part.ids) for t in scored for part in t.routed_experts)
+    if num_routed:
+        record["share_of_routed_tokens"] = num_routed / sum(len(t.tokens) for t in scored)
     if len(versions):
         staleness = version - versions
         record |= {

@@ -72,7 +72,10 @@ def batch_objective(  # noqa: PLR0913  (bound once, in trainer_jax.step)
         lambda params, *rows: hidden_states(params, config, *rows, compute=compute, seams=seams),
         mesh,
     )
-    hidden_BxRxD = model(params, batch.tokens_BxR, batch.positions_BxR, batch.segments_BxR)
+    rows = [batch.tokens_BxR, batch.positions_BxR, batch.segments_BxR]
+    if batch.routed_experts_BxRxLxX is not None:
+        rows.append(batch.routed_experts_BxRxLxX)
+    hidden_BxRxD = model(params, *rows)
     S = batch.buckets[0].mask_SxN.shape[0]
     hidden_SxLxD = hidden_BxRxD.reshape(S, -1, hidden_BxRxD.shape[-1])
     head_VxD = head_weight(params, compute=compute)

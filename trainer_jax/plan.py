@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from contracts.errors import BadInputError
-from contracts.rpc import RemoteInputError
+from contracts.routed import RoutedExperts
+from contracts.rpc import MAX_MESSAGE_BYTES, RemoteInputError
 from contracts.runfile import write_resolved
 from contracts.supervisor import service_environment
 from trainer_jax.budget import Setting, memory
@@ -27,6 +28,7 @@ from trainer_jax.hf import check_tokenizer, load_config
 from trainer_jax.mesh import make_mesh
 from trainer_jax.models.parameters import count_parameters
 from trainer_jax.plan_devices import gigabytes
+from trainer_jax.records import RoutingRules
 from trainer_jax.summary import is_training, percent
 
 CHECK_S = 60.0
@@ -92,6 +94,22 @@ def check_agreement(config: RunConfig, *, trains: bool = True, here: bool = True
                 found=config.train.row_tokens,
             )
         _check_record(config.sections)
+        if config.replays_routing:
+            check_routing(config.sections, RoutingRules.of(model))
+
+
+def check_routing(sections: dict[str, dict[str, Any]], routing: RoutingRules) -> None:
+    """Routed experts are the largest part of a group by far, and a group is one message."""
+    limit = MAX_MESSAGE_BYTES // 2
+    width = RoutedExperts.bytes_per_token(*routing)
+    largest = width * sections["episodes"]["group_size"] * sections["fleet"]["max_context_tokens"]
+    if largest > limit:
+        raise BadInputError(
+            "run file, sampling.return_routed_experts",
+            expected=f"episodes.group_size * fleet.max_context_tokens of at most {limit // width}, "
+            f"at {width} bytes per token",
+            found=largest // width,
+        )
 
 
 def _check_engines(sections: dict[str, dict[str, Any]], model_type: str) -> None:

@@ -17,13 +17,34 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from contracts.errors import BadInputError
+from contracts.routed import check_routed
 from contracts.types import CandidateSets, Trajectory
+from trainer_jax.models.config import ModelConfig
 
 # Log-probs are float32 of a float32 softmax: what is beyond these is not rounding.
 LOGP_TOLERANCE = 1e-3
 MASS_TOLERANCE = 1e-2
 
 _Rules = tuple[tuple[str, np.ndarray, np.ndarray], ...]  # rule, where it is broken, what is there
+
+
+class RoutingRules(NamedTuple):
+    """What the routed experts of a run's records must be."""
+
+    num_layers: int
+    num_per_token: int
+    num_experts: int
+
+    @staticmethod
+    def of(model: ModelConfig) -> RoutingRules:
+        """Raises BadInputError for a model that routes nothing."""
+        if not model.num_experts:
+            raise BadInputError(
+                "run file, sampling.return_routed_experts",
+                expected="a mixture of experts, whose routing is replayed",
+                found=f"a {model.model_type}",
+            )
+        return RoutingRules(model.num_hidden_layers, model.num_experts_per_tok, model.num_experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +58,7 @@ class RecordRules:
     # sampler_logp is the set's own log-prob of the token drawn, if the set has it; False only for a
     # tool that looks for records that contradict themselves
     consistent: bool = True
+    routing: RoutingRules | None = None  # None: routed experts are not looked at
 
 
 class _Sampled(NamedTuple):
@@ -71,7 +93,8 @@ def check_trajectory(trajectory: Trajectory, rules: RecordRules) -> None:
             token without context, log-probs not finite or above 0, candidate sets beyond the cap or
             with an id twice, sets with more than all the mass, another log-prob for the token drawn
             than its set has; under replay also a set without the token drawn, or with less than
-            all the mass.
+            all the mass; where routing is replayed no routed experts, of another shape or beyond
+            the model's, or of positions out of order.
     """
     check_reward(trajectory)
     subject = describe(trajectory)
@@ -94,6 +117,33 @@ def check_trajectory(trajectory: Trajectory, rules: RecordRules) -> None:
         raise BadInputError(
             subject, expected=fault.rule, found=f"{fault.found} at sampled token {fault.token}"
         )
+    if rules.routing:
+        _check_routing(trajectory, rules.routing, subject)
+
+
+def _check_routing(trajectory: Trajectory, routing: RoutingRules, subject: str) -> None:
+    num_layers, num_per_token, num_experts = routing
+    if not trajectory.routed_experts:
+        raise BadInputError(
+            subject, expected="routed experts (sampling.return_routed_experts)", found="none"
+        )
+    before = 0
+    for part in trajectory.routed_experts:
+        check_routed(part, subject, None)
+        if part.ids.shape[1:] != (num_layers, num_per_token) or part.ids.max() >= num_experts:
+            raise BadInputError(
+                subject,
+                expected=f"routed experts of {num_layers} layers, {num_per_token} of "
+                f"{num_experts} each",
+                found=f"{part.ids.shape[1]} layers, {part.ids.shape[2]} ids up to {part.ids.max()}",
+            )
+        if part.start < before or part.end >= len(trajectory.tokens):
+            raise BadInputError(
+                subject,
+                expected=f"routed experts of tokens from {before} to {len(trajectory.tokens) - 1}",
+                found=f"of {part.start} to {part.end}",
+            )
+        before = part.end
 
 
 def check_reward(trajectory: Trajectory) -> None:

@@ -340,6 +340,7 @@ def batch_placement(mesh: Mesh, batch: Batch) -> Batch:
         tokens_BxR=tokens,
         positions_BxR=tokens,
         segments_BxR=tokens,
+        routed_experts_BxRxLxX=None if batch.routed_experts_BxRxLxX is None else tokens,
         num_trained_M=whole,  # pyright: ignore[reportArgumentType]
         origin_M=whole,  # pyright: ignore[reportArgumentType]
         buckets=placement.buckets,

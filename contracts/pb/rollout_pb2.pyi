@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "max_new_tokens", "num_candidates", "stop_token_ids", "seed")
+    __slots__ = ("temperature", "top_p", "top_k", "max_new_tokens", "num_candidates", "stop_token_ids", "seed", "return_routed_experts")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class SamplingParams(_message.Message):
     NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    RETURN_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -22,10 +23,11 @@ class SamplingParams(_message.Message):
     num_candidates: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     seed: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., num_candidates: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ...) -> None: ...
+    return_routed_experts: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., num_candidates: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., return_routed_experts: _Optional[bool] = ...) -> None: ...
 
 class CompletionChunk(_message.Message):
-    __slots__ = ("tokens", "sampler_logp", "candidate_counts", "candidate_ids", "candidate_logp", "spans", "finish_reason")
+    __slots__ = ("tokens", "sampler_logp", "candidate_counts", "candidate_ids", "candidate_logp", "spans", "finish_reason", "routed_experts")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLER_LOGP_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +35,7 @@ class CompletionChunk(_message.Message):
     CANDIDATE_LOGP_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     sampler_logp: bytes
     candidate_counts: bytes
@@ -40,7 +43,22 @@ class CompletionChunk(_message.Message):
     candidate_logp: bytes
     spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
     finish_reason: str
-    def __init__(self, tokens: _Optional[bytes] = ..., sampler_logp: _Optional[bytes] = ..., candidate_counts: _Optional[bytes] = ..., candidate_ids: _Optional[bytes] = ..., candidate_logp: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+    routed_experts: _containers.RepeatedCompositeFieldContainer[RoutedExperts]
+    def __init__(self, tokens: _Optional[bytes] = ..., sampler_logp: _Optional[bytes] = ..., candidate_counts: _Optional[bytes] = ..., candidate_ids: _Optional[bytes] = ..., candidate_logp: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ...) -> None: ...
+
+class RoutedExperts(_message.Message):
+    __slots__ = ("start", "num_layers", "num_per_token", "ids", "wide")
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    WIDE_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    num_layers: int
+    num_per_token: int
+    ids: bytes
+    wide: bool
+    def __init__(self, start: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_per_token: _Optional[int] = ..., ids: _Optional[bytes] = ..., wide: _Optional[bool] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("version", "start", "end")
@@ -71,7 +89,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., session_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., min_version: _Optional[int] = ..., purpose: _Optional[str] = ..., ends_session: _Optional[bool] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("task_id", "session_id", "group", "sampler_ids", "tokens", "loss_mask", "sampler_logp", "candidate_counts", "candidate_ids", "candidate_logp", "spans", "reward", "failure", "ending", "num_turns", "num_format_errors", "seconds", "sample", "patch", "verdict")
+    __slots__ = ("task_id", "session_id", "group", "sampler_ids", "tokens", "loss_mask", "sampler_logp", "candidate_counts", "candidate_ids", "candidate_logp", "spans", "reward", "failure", "ending", "num_turns", "num_format_errors", "seconds", "sample", "patch", "verdict", "routed_experts")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +110,7 @@ class Trajectory(_message.Message):
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     PATCH_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     task_id: str
     session_id: str
     group: str
@@ -112,7 +131,8 @@ class Trajectory(_message.Message):
     sample: int
     patch: Patch
     verdict: str
-    def __init__(self, task_id: _Optional[str] = ..., session_id: _Optional[str] = ..., group: _Optional[str] = ..., sampler_ids: _Optional[_Iterable[str]] = ..., tokens: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampler_logp: _Optional[bytes] = ..., candidate_counts: _Optional[bytes] = ..., candidate_ids: _Optional[bytes] = ..., candidate_logp: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., failure: _Optional[str] = ..., ending: _Optional[str] = ..., num_turns: _Optional[int] = ..., num_format_errors: _Optional[int] = ..., seconds: _Optional[float] = ..., sample: _Optional[int] = ..., patch: _Optional[_Union[Patch, _Mapping]] = ..., verdict: _Optional[str] = ...) -> None: ...
+    routed_experts: _containers.RepeatedCompositeFieldContainer[RoutedExperts]
+    def __init__(self, task_id: _Optional[str] = ..., session_id: _Optional[str] = ..., group: _Optional[str] = ..., sampler_ids: _Optional[_Iterable[str]] = ..., tokens: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., sampler_logp: _Optional[bytes] = ..., candidate_counts: _Optional[bytes] = ..., candidate_ids: _Optional[bytes] = ..., candidate_logp: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., failure: _Optional[str] = ..., ending: _Optional[str] = ..., num_turns: _Optional[int] = ..., num_format_errors: _Optional[int] = ..., seconds: _Optional[float] = ..., sample: _Optional[int] = ..., patch: _Optional[_Union[Patch, _Mapping]] = ..., verdict: _Optional[str] = ..., routed_experts: _Optional[_Iterable[_Union[RoutedExperts, _Mapping]]] = ...) -> None: ...
 
 class Patch(_message.Message):
     __slots__ = ("changed", "deleted", "special", "complete")

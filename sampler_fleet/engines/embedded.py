@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from contracts.errors import BadInputError, DirtyProcessError, RetryError
+from contracts.routed import RoutedExperts
 from contracts.types import (
     Completion,
     FinishReason,
@@ -66,6 +67,16 @@ def _compile(model: MixtureModel) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         logits = torch.zeros_like(model.logits(model.hidden_states(batch, cache)))
         draw(logits, [SamplingParams(top_k=1)] * len(logits), np.zeros(len(logits)))
+
+
+def _record_routing(
+    work: Sequence[tuple[Running, Segment]], batch: StepBatch, routed_NxLxR: np.ndarray
+) -> None:
+    """Hands the experts of a step's tokens to the requests that asked for them."""
+    for (sequence, segment), last in zip(work, batch.last_rows.tolist(), strict=True):
+        if sequence.request.sampling.return_routed_experts:
+            ids = routed_NxLxR[last + 1 - len(segment.tokens) : last + 1]
+            sequence.record.routed_experts.append(RoutedExperts(start=segment.start, ids=ids))
 
 
 class EmbeddedEngine:
@@ -301,7 +312,11 @@ class EmbeddedEngine:
         assert model is not None and cache is not None
         work = self._scheduler.schedule()
         batch = StepBatch.of([segment for _, segment in work])
-        hidden = model.hidden_states(batch, cache)
+        wants_routing = any(s.request.sampling.return_routed_experts for s, _ in work)
+        routed_NxLxR = model.new_routing(len(batch.tokens_N)) if wants_routing else None
+        hidden = model.hidden_states(batch, cache, routed_NxLxR)
+        if routed_NxLxR is not None:
+            _record_routing(work, batch, routed_NxLxR)
         complete = self._scheduler.computed(work)
         if not complete:
             return

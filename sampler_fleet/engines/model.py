@@ -5,7 +5,7 @@ Formulas follow transformers' Qwen3MoeForCausalLM and MixtralForCausalLM; produc
 `precision.py`, and what lies between them is compiled in `kernels.py`.
 
 Shape letters: N tokens of a step, T tokens of a segment, H query heads, K key/value heads, A all
-heads, h head size, D model, E experts, R experts of a token, F expert ffn, V vocabulary.
+heads, h head size, D model, E experts, R experts of a token, F expert ffn, V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from contracts.errors import BadInputError
+from contracts.routed import RoutedExperts
 from sampler_fleet.engines import kernels
 from sampler_fleet.engines.checkpoint import Checkpoint
 from sampler_fleet.engines.precision import KvCache, Linear, Precision
@@ -254,8 +255,18 @@ class MixtureModel:
             precision=self.precision,
         )
 
-    def hidden_states(self, batch: StepBatch, cache: KvCache) -> Tensor:
-        """float32 [N, D] after the final norm. The KV cache of the batch's tokens is written."""
+    def new_routing(self, num_tokens: int) -> np.ndarray:
+        """Room for `hidden_states` to say where tokens went, [N, L, R]."""
+        c = self.config
+        shape = num_tokens, c.num_layers, c.num_experts_per_token
+        return np.empty(shape, RoutedExperts.dtype_for(c.num_experts))
+
+    def hidden_states(
+        self, batch: StepBatch, cache: KvCache, routed_NxLxR: np.ndarray | None = None
+    ) -> Tensor:
+        """float32 [N, D] after the final norm. The KV cache of the batch's tokens is written, and
+        the ids of their experts where there is room for them.
+        """
         positions_N = torch.from_numpy(batch.places_2xN[1])
         angles = positions_N.unsqueeze(-1) * self._inverse_frequency
         rotation_2xNxh = torch.stack([angles.cos(), angles.sin()]).numpy()
@@ -267,7 +278,8 @@ class MixtureModel:
                 self._attention(index, layer, layer.qkv(normed), rotation_2xNxh, batch, cache)
             )
             normed = self._add_norm(x, added, layer.mlp_norm_D)
-            added = self._experts(layer, normed)
+            routed_NxR = None if routed_NxLxR is None else routed_NxLxR[:, index]
+            added = self._experts(layer, normed, routed_NxR)
         return self._add_norm(x, added, self._norm_D)
 
     def logits(self, hidden_NxD: Tensor) -> Tensor:
@@ -330,14 +342,16 @@ class MixtureModel:
         out = torch.bmm(scores, values).view(-1, num, c.head_dim).transpose(0, 1)
         return out if exact else out.bfloat16()
 
-    def _experts(self, layer: _Layer, x_NxD: Tensor) -> Tensor:
-        """Router, top-k experts, weighted sum; float32 [N, D]."""
+    def _experts(self, layer: _Layer, x_NxD: Tensor, routed_NxR: np.ndarray | None) -> Tensor:
+        """Router, top-k experts (written to `routed_NxR`), weighted sum; float32 [N, D]."""
         c, exact = self.config, self.precision.exact
         gates_NxR = np.empty((x_NxD.shape[0], c.num_experts_per_token), np.float32)
         places_NxR = np.empty(gates_NxR.shape, np.int64)
         rows, bounds = np.empty(gates_NxR.size, np.int64), np.empty(c.num_experts + 1, np.int64)
         logits_NxE = layer.router(x_NxD).numpy()
         kernels.route(logits_NxE, c.norm_topk_prob, gates_NxR, places_NxR, rows, bounds)
+        if routed_NxR is not None:
+            routed_NxR[:] = np.searchsorted(bounds, places_NxR, side="right") - 1
         gate_up = layer.gate_up(x_NxD, rows=rows, bounds=bounds)
         hidden_MxF = torch.empty(gate_up.shape[0], c.expert_size)
         kernels.swiglu(gate_up.numpy(), exact, hidden_MxF.numpy())

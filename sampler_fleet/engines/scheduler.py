@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from contracts.routed import RoutedExperts
 from contracts.types import (
     CandidateSets,
     Completion,
@@ -69,13 +70,14 @@ class Running:
 
 @dataclass(kw_only=True)
 class Record:
-    """What was sampled since the last chunk."""
+    """What was sampled, and where tokens were routed, since the last chunk."""
 
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     ids: list[np.ndarray] = field(default_factory=list)
     candidate_logp: list[np.ndarray] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routed_experts: list[RoutedExperts] = field(default_factory=list)  # only if asked for
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -102,8 +104,10 @@ class Record:
             candidates=candidates,
             spans=tuple(spans),
             finish_reason=finish_reason,
+            routed_experts=RoutedExperts.join(self.routed_experts),
         )
-        for column in (self.tokens, self.logp, self.ids, self.candidate_logp, self.versions):
+        columns = (self.tokens, self.logp, self.ids, self.candidate_logp, self.versions)
+        for column in (*columns, self.routed_experts):
             column.clear()
         return chunk
 

@@ -60,6 +60,7 @@ _NOTHING = Completion.concatenate([])
 class _Session:
     cache_key: str
     num_tokens: int = 0  # of its buffer, as far as computed
+    num_routed: int = 0  # of its buffer, whose experts were sent
 
 
 @dataclass
@@ -71,6 +72,7 @@ class _Run:
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     response: aiohttp.ClientResponse | None = None
     num_tokens: int = 0  # received
+    routed_start: int = 0  # first token whose experts are asked for
     aborted: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -95,6 +97,8 @@ class SglangEngine:
         seed: for requests without a seed of their own. Seeds count only where the server runs with
             `--enable-deterministic-inference`.
         chunk_tokens: a stream delivers at least this often.
+        returns_routed_experts: whether requests may ask for them; the server has to be started
+            with `--enable-return-routed-experts`. They come with a reply's last chunk.
     """
 
     def __init__(
@@ -105,12 +109,15 @@ class SglangEngine:
         max_context_tokens: int,
         seed: int = 0,
         chunk_tokens: int = 8,
+        returns_routed_experts: bool = False,
     ) -> None:
         self._server = server
         self._weight_format = weight_format
         self._max_context = max_context_tokens
         self._seed = seed
         self._chunk_tokens = chunk_tokens
+        self._returns_routed_experts = returns_routed_experts
+        self._routing: wire.Routing | None = None  # of the weights, where it is returned
         self._http: SglangHttp | None = None
         self._limits = _Limits(max_support=0, num_cache_tokens=1, label_lag=0)
         self._num_vocab = 0
@@ -234,6 +241,12 @@ class SglangEngine:
             max_context=self._max_context,
             vocab_size=self._num_vocab,
         )
+        if request.sampling.return_routed_experts and not self._returns_routed_experts:
+            raise BadInputError(
+                f"request {request.request_id}, return_routed_experts",
+                expected="false, or a run with sampling.return_routed_experts",
+                found=True,
+            )
 
     def _check_files(self, directory: Path, manifest: Manifest) -> int:
         """Refuses what the server would take without a word; returns the vocabulary's size.
@@ -259,6 +272,8 @@ class SglangEngine:
                 expected="a vocab_size",
                 found=num_vocab,
             )
+        if self._returns_routed_experts:
+            self._routing = wire.Routing.of(config)
         return num_vocab
 
     # --- the switch of weights ----------------------------------------------------------------
@@ -285,8 +300,11 @@ class SglangEngine:
 
     def _limits_of(self, info: wire.Json) -> _Limits:
         """Raises BadInputError if the server was started in a way that does not fit."""
-        for name, wanted in (("incremental_streaming_output", True), ("skip_tokenizer_init", True)):
-            if info.get(name) != wanted:
+        wanted = ["incremental_streaming_output", "skip_tokenizer_init"]
+        if self._returns_routed_experts:
+            wanted.append("enable_return_routed_experts")
+        for name in wanted:
+            if info.get(name) is not True:
                 flag = f"--{name.replace('_', '-')}"
                 raise BadInputError("SGLang server", expected=f"started with {flag}", found="not")
         if info["max_req_input_len"] < self._max_context:
@@ -370,6 +388,7 @@ class SglangEngine:
                     part = wire.read_reply(
                         reply, labels=labels, truncates=run.request.sampling.truncates
                     )
+                    part = self._with_routing(run, part, reply)
                     self._note(run, part)
                     parts.append(part)
                     if part.finish_reason or sum(map(len, parts)) >= self._chunk_tokens:
@@ -396,6 +415,15 @@ class SglangEngine:
             raise self._fail("SGLang has ended") from error
         raise error
 
+    def _with_routing(self, run: _Run, part: Completion, reply: wire.Json) -> Completion:
+        """The part with the experts that its event tells of, if the request asked for them."""
+        if self._routing is None or not run.request.sampling.return_routed_experts:
+            return part
+        routed = self._routing.read(reply["meta_info"], run.routed_start)
+        if routed:
+            run.session.num_routed = routed[-1].end
+        return replace(part, routed_experts=routed)
+
     def _note(self, run: _Run, part: Completion) -> None:
         """Counts the part. Raises DirtyProcessError if other weights than ours made it."""
         for span in part.spans:
@@ -420,6 +448,10 @@ class SglangEngine:
             max_support=self._limits.max_support,
             stream=stream,
         )
+        if request.sampling.return_routed_experts:
+            if len(request.tokens) >= run.session.num_tokens:  # what earlier turns sent stays true
+                run.routed_start = run.session.num_routed
+            body |= wire.routing_fields(run.routed_start)
         async with self._api.stream("/generate", body) as run.response:
             if not stream:
                 yield await run.response.json()

@@ -13,11 +13,13 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from contracts.errors import BadInputError, DirtyProcessError, RetryError
+from contracts.routed import RoutedExperts
 from contracts.types import (
     CandidateSets,
     Completion,
@@ -29,6 +31,57 @@ from contracts.types import (
 from sampler_fleet.engines.sglang_http import refusal
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What the routed experts of a model's replies are."""
+
+    num_layers: int
+    num_per_token: int
+    num_experts: int
+
+    @staticmethod
+    def of(config: Json) -> Routing:
+        """By config.json. BadInputError: no mixture of experts."""
+        num_experts = config.get("num_experts") or config.get("num_local_experts")
+        if not num_experts:
+            raise BadInputError(
+                "sampling.return_routed_experts",
+                expected="a mixture of experts",
+                found=config.get("model_type"),
+            )
+        return Routing(
+            num_layers=config["num_hidden_layers"],
+            num_per_token=config["num_experts_per_tok"],
+            num_experts=num_experts,
+        )
+
+    def read(self, meta: Json, start: int) -> tuple[RoutedExperts, ...]:
+        """The last event of a reply has all tokens' from `start` on, without the last one drawn:
+        base64 of int32 [tokens, layers, experts of a token]. Tokens that the server has no record
+        of are zeros, which no routing is unless there is one expert per token.
+
+        Raises:
+            RetryError: other numbers.
+        """
+        if "routed_experts" not in meta:
+            return ()
+        ids = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
+        shape = self.num_layers, self.num_per_token
+        if ids.size % (shape[0] * shape[1]) or np.any((ids < 0) | (ids >= self.num_experts)):
+            raise RetryError(
+                f"SGLang sends {ids.size} routed experts that are not {shape[0]} x {shape[1]} "
+                f"ids below {self.num_experts} for each token"
+            )
+        ids = ids.reshape(-1, *shape).astype(RoutedExperts.dtype_for(self.num_experts))
+        is_known = np.asarray(ids.any(axis=(1, 2)) | (self.num_per_token == 1))
+        return tuple(RoutedExperts(start=start, ids=ids).where(is_known))
+
+
+def routing_fields(start: int) -> Json:
+    """What a request adds to ask for the experts of its buffer's tokens from `start` on."""
+    return {"return_routed_experts": True, "routed_experts_start_len": start}
 
 
 def request_body(

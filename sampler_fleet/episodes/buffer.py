@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from contracts.routed import RoutedExperts
 from contracts.types import Completion, VersionSpan
 from sampler_fleet.episodes.base import GeneratedChunk
 
@@ -51,12 +52,17 @@ class TokenBuffer:
                 for span in completion.spans
             )
         whole = Completion.concatenate([completion for _, completion in self._sampled])
+        # a sampler that takes over computes a prefix anew: what was drawn came of the first routing
+        routed_experts = RoutedExperts.first_of_each(
+            whole.routed_experts, num_tokens=len(self.tokens)
+        )
         return {
             "tokens": self.tokens,
             "loss_mask": loss_mask,
             "sampler_logp": whole.sampler_logp,
             "candidates": whole.candidates,
             "spans": tuple(spans),
+            "routed_experts": routed_experts,
             "group": self._chunks[0].group if self._chunks else "",
             "sampler_ids": tuple(dict.fromkeys(chunk.sampler_id for chunk in self._chunks)),
         }

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from contracts import codec
 from contracts.errors import BadInputError
 from contracts.pb import rollout_pb2
+from contracts.routed import RoutedExperts
 from contracts.types import (
     CandidateSets,
     Completion,
@@ -79,6 +80,30 @@ def same(a: object, b: object) -> None:
 def test_chunks_round_trip(num: int, seed: int) -> None:
     chunk = make_completion(num, seed)
     same(codec.chunk_from_pb(codec.chunk_to_pb(chunk)), chunk)
+
+
+@pytest.mark.parametrize("num_experts", [8, 256, 300])
+def test_routed_experts_round_trip(num_experts: int) -> None:
+    dtype = RoutedExperts.dtype_for(num_experts)
+    rng = np.random.default_rng(num_experts)
+    routed = tuple(
+        RoutedExperts(
+            start=start, ids=rng.random((num, 2, num_experts)).argsort(-1)[..., -3:].astype(dtype)
+        )
+        for start, num in ((0, 4), (6, 1))
+    )
+    chunk = dataclasses.replace(make_completion(4), routed_experts=routed)
+    message = codec.chunk_to_pb(chunk)
+    same(codec.chunk_from_pb(message), chunk)
+    same(codec.chunk_from_pb(message).routed_experts[0].ids.dtype, np.dtype(dtype))
+    width = RoutedExperts.bytes_per_token(2, 3, num_experts)
+    assert [len(part.ids) for part in message.routed_experts] == [4 * width, width]
+    for strange in ({"num_layers": 0}, {"num_per_token": 4}, {"ids": b"\1"}):
+        bad = codec.chunk_to_pb(chunk)
+        for name, value in strange.items():
+            setattr(bad.routed_experts[1], name, value)
+        with pytest.raises(BadInputError, match="routed experts"):
+            codec.chunk_from_pb(bad)
 
 
 def test_trajectory_groups_round_trip_with_and_without_a_reward() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from contracts.routed import RoutedExperts
 from contracts.types import CandidateSets, Ending, Trajectory, TrajectoryGroup, VersionSpan
 
 
@@ -87,3 +90,30 @@ def random_groups(seed: int = 0, **settings) -> list[TrajectoryGroup]:
         )
         groups.append(TrajectoryGroup(sequence=g + 1, task_id=f"task-{g}", trajectories=members))
     return groups
+
+
+def with_routing(
+    groups: list[TrajectoryGroup],
+    *,
+    num_layers: int,
+    num_per_token: int,
+    num_experts: int,
+    seed: int = 0,
+) -> list[TrajectoryGroup]:
+    """The same with random experts for all tokens but the sixth and the last."""
+    rng = np.random.default_rng(seed)
+
+    def routed(start: int, end: int) -> RoutedExperts:
+        order = rng.random((end - start, num_layers, num_experts)).argsort(-1)
+        return RoutedExperts(start=start, ids=order[..., :num_per_token].astype(np.uint8))
+
+    def routing(trajectory: Trajectory) -> tuple[RoutedExperts, ...]:
+        return routed(0, 5), routed(6, len(trajectory.tokens) - 1)
+
+    return [
+        replace(
+            group,
+            trajectories=tuple(replace(t, routed_experts=routing(t)) for t in group.trajectories),
+        )
+        for group in groups
+    ]

@@ -92,7 +92,7 @@ def test_where_the_backend_cannot_auto_is_gather_and_ragged_is_refused():
     assert not has_ragged(make_mesh({}))
     shapes = (2, 8, 16), (16, 4), (4, 16, 8), (4, 16, 8), (4, 8, 16)
     x, *parameters = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    arguments = x, jax.ShapeDtypeStruct((2, 8), jnp.bool_), *parameters
+    arguments = x, jax.ShapeDtypeStruct((2, 8), jnp.bool_), None, *parameters
     auto, gather, other = (
         str(jax.make_jaxpr(experts(dispatch))(*arguments))
         for dispatch in ("auto", "gather", "all-to-all")

@@ -39,8 +39,10 @@ PARAMS = init_params(CONFIG, jax.random.key(0))
 TEMPERATURE = 0.8
 
 
-def batches_of(groups, loss, *, rows=2, row_tokens=64, num_shards=1):
-    rules = RecordRules(group_names=NAMES, vocab_size=64, replay=loss.replay, max_candidates=16)
+def batches_of(groups, loss, *, rows=2, row_tokens=64, num_shards=1, routing=None):
+    rules = RecordRules(
+        group_names=NAMES, vocab_size=64, replay=loss.replay, max_candidates=16, routing=routing
+    )
     advantages = advantages_of(groups, normalize=loss.normalize_advantages)
     return pack(
         groups, advantages, row_tokens=row_tokens, rows=rows, candidate_buckets=(4, 16),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from trainer_jax.models import deltanet
@@ -127,12 +128,13 @@ def _deltanet(layer: Params, config: ModelConfig, x_BxTxD, row: _Row):
     return mul(y.reshape(B, T, -1), layer["out"])
 
 
-def _feed_forward(layer: Params, config: ModelConfig, x_BxTxD, row: _Row):
+def _feed_forward(layer: Params, config: ModelConfig, x_BxTxD, routed_BxTxX, row: _Row):
     x_BxTxD = _norm(config, x_BxTxD, layer["ffn_norm"])
     outputs, mul = [], row.seams.multiply
     if "router" in layer:
         parameters = (layer[leaf] for leaf in ("router", "gate", "up", "down"))
-        outputs.append(row.seams.experts(x_BxTxD, row.segments_BxT > 0, *parameters))
+        is_token_BxT = row.segments_BxT > 0
+        outputs.append(row.seams.experts(x_BxTxD, is_token_BxT, routed_BxTxX, *parameters))
     if "mlp_gate" in layer:
         hidden_BxTxF = jax.nn.silu(mul(x_BxTxD, layer["mlp_gate"])) * mul(x_BxTxD, layer["mlp_up"])
         y_BxTxD = mul(hidden_BxTxF, layer["mlp_down"])
@@ -142,6 +144,7 @@ def _feed_forward(layer: Params, config: ModelConfig, x_BxTxD, row: _Row):
     return sum(outputs[1:], start=outputs[0])
 
 
+_ROUTED = "routed_experts"  # of a layer, beside its parameters
 _MIXERS = {"layers": _attention, "delta_layers": _deltanet}  # by stack
 
 
@@ -151,6 +154,7 @@ def hidden_states(
     tokens_BxT: jax.Array,
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
+    routed_experts_BxTxLxX: jax.Array | None = None,
     *,
     compute: ComputeConfig = DEFAULT_COMPUTE,
     seams: Seams | None = None,
@@ -159,21 +163,36 @@ def hidden_states(
 
     A token sees itself and earlier tokens of its row with its segment id. Segment 0 is padding;
     what comes out there is finite and means nothing. `positions_BxT` are rotary positions, which
-    restart with every segment. The tokens of a segment are contiguous. `seams` are those of a mesh
+    restart with every segment. The tokens of a segment are contiguous. Routed experts replace the
+    routers' own choices where they are not -1 (`experts.route`). `seams` are those of a mesh
     (`on_mesh.seams`), where there is one.
     """
     row = _Row(seams or local_seams(config, compute), segments_BxT, *_rope(config, positions_BxT))
 
     def block(stack: str, x_BxTxD: jax.Array, layer: Params) -> jax.Array:
-        layer = prepare_layer(layer, compute)
+        routed_BxTxX = layer.get(_ROUTED)
+        layer = prepare_layer({k: leaf for k, leaf in layer.items() if k != _ROUTED}, compute)
         x_BxTxD = x_BxTxD + row.seams.place(_MIXERS[stack](layer, config, x_BxTxD, row))
-        return x_BxTxD + row.seams.place(_feed_forward(layer, config, x_BxTxD, row))
+        return x_BxTxD + row.seams.place(_feed_forward(layer, config, x_BxTxD, routed_BxTxX, row))
 
     if compute.remat:
         block = jax.checkpoint(block, static_argnums=0)
+    if routed_experts_BxTxLxX is not None:
+        params = _beside_layers(params, config, routed_experts_BxTxLxX)
     x_BxTxD = row.seams.place(row.seams.whole(prepare(params["embed"], compute))[tokens_BxT])
     x_BxTxD = through_layers(block, [STACKS[kind] for kind in config.kinds], x_BxTxD, params)
     return _norm(config, x_BxTxD, prepare(params["norm"], compute))
+
+
+def _beside_layers(params: Params, config: ModelConfig, routed_experts_BxTxLxX) -> Params:
+    """The parameters with each layer's routed experts among its own, so that they are scanned."""
+    routed_LxBxTxX = jnp.moveaxis(routed_experts_BxTxLxX, 2, 0)
+    stacks_L = np.array([STACKS[kind] for kind in config.kinds])
+    own = {
+        stack: params[stack] | {_ROUTED: routed_LxBxTxX[np.flatnonzero(stacks_L == stack)]}
+        for stack in dict.fromkeys(stacks_L.tolist())
+    }
+    return params | own
 
 
 def through_layers(

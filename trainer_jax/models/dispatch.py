@@ -44,27 +44,41 @@ class Routing(NamedTuple):
     def of(config: ModelConfig) -> Routing:
         return Routing(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob)
 
-    def choose(self, x_NxD: jax.Array, is_token_N: jax.Array, router_DxE: jax.Array):
+    def choose(
+        self,
+        x_NxD: jax.Array,
+        is_token_N: jax.Array,
+        router_DxE: jax.Array,
+        routed_experts_NxX: jax.Array | None,
+    ):
         """Weights and experts [N, X]; what is no token is nobody's."""
         weights_NxX, experts_NxX = route(
-            x_NxD, router_DxE, self.num_per_token, normalize=self.normalize
+            x_NxD,
+            router_DxE,
+            self.num_per_token,
+            normalize=self.normalize,
+            routed_experts=routed_experts_NxX,
         )
         return weights_NxX, jnp.where(is_token_N[:, None], experts_NxX, self.num_experts)
 
 
-def local_experts(
-    x_BxTxD, is_token_BxT, router, gate, up, down, *, routing: Routing, impl: str
+def local_experts(  # noqa: PLR0913  (bound once, in decoder.local_seams)
+    x_BxTxD, is_token_BxT, routed_BxTxX, router, gate, up, down, *, routing: Routing, impl: str
 ) -> jax.Array:
-    """What their experts make of tokens, on one device; [B, T, D]."""
+    """What their experts make of tokens, on one device; [B, T, D]. `routed_BxTxX`: ids or None."""
     x_NxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
-    chosen = routing.choose(x_NxD, is_token_BxT.reshape(-1), router)
+    chosen = routing.choose(x_NxD, is_token_BxT.reshape(-1), router, _rows(routed_BxTxX))
     return grouped_ffn(x_NxD, *chosen, gate, up, down, impl=impl).reshape(x_BxTxD.shape)
+
+
+def _rows(ids_BxTxX: jax.Array | None) -> jax.Array | None:
+    return None if ids_BxTxX is None else ids_BxTxX.reshape(-1, ids_BxTxX.shape[-1])
 
 
 def mesh_experts(
     mesh: Mesh, batch_axes: tuple[str, ...], *, routing: Routing, impl: str, dispatch: str
 ) -> Callable[..., jax.Array]:
-    """`local_experts(x, is_token, router, gate, up, down)` on a mesh.
+    """`local_experts(x, is_token, routed, router, gate, up, down)` on a mesh.
 
     `dispatch`: gather, all-to-all, ragged; auto is ragged where it can be, else gather. Rows are
     split over `batch_axes`, which hold `expert`.
@@ -83,15 +97,16 @@ def mesh_experts(
         )
     ffn = mesh_ffn(mesh, impl=impl, dispatch=dispatch)
 
-    def local(x_BxTxD, is_token_BxT, router_DxE, *matrices):
+    def local(x_BxTxD, is_token_BxT, routed_BxTxX, router_DxE, *matrices):
         x_NxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
-        chosen = routing.choose(x_NxD, is_token_BxT.reshape(-1), _whole(router_DxE, axis=0))
+        router_DxE, ids_NxX = _whole(router_DxE, axis=0), _rows(routed_BxTxX)
+        chosen = routing.choose(x_NxD, is_token_BxT.reshape(-1), router_DxE, ids_NxX)
         return ffn(x_NxD, *chosen, *matrices).reshape(x_BxTxD.shape)
 
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(rows, rows, PartitionSpec("fsdp"), *MATRICES),
+        in_specs=(rows, rows, rows, PartitionSpec("fsdp"), *MATRICES),
         out_specs=rows,
         check_vma=False,
     )

@@ -15,17 +15,35 @@ import jax.numpy as jnp
 
 from trainer_jax.models.kernels import grouped_dot
 
+LEAST_TOTAL = 1e-18  # the gradient has its square
 BLOCK = 64  # tokens; fastest of 32..256 on CPU at N = 4096, F = 64..128
 
 
-def route(x: jax.Array, router_DxE: jax.Array, num_experts_per_tok: int, *, normalize: bool):
+def route(
+    x: jax.Array,
+    router_DxE: jax.Array,
+    num_experts_per_tok: int,
+    *,
+    normalize: bool,
+    routed_experts: jax.Array | None = None,
+):
     """Of tokens [..., D]: weights [..., X] float32 and expert ids [..., X] int32, by a softmax over
     all experts, then top-k.
+
+    `routed_experts` [..., X], in any order and different ones, are chosen in place of the top-k;
+    their weights are this router's all the same. Where the first is -1 the choice is the router's.
     """
     logits = jnp.matmul(x, router_DxE, preferred_element_type=jnp.float32)
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), num_experts_per_tok)
+    probs = jax.nn.softmax(logits, axis=-1)
+    if routed_experts is not None:
+        is_routed = jax.nn.one_hot(routed_experts, probs.shape[-1], dtype=bool).any(axis=-2)
+        probs = jnp.where(is_routed | (routed_experts[..., :1] < 0), probs, -1.0)
+    weights, experts = jax.lax.top_k(probs, num_experts_per_tok)
     if normalize:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        total = weights.sum(axis=-1, keepdims=True)
+        if routed_experts is not None:  # to this router they may be next to impossible
+            total = jnp.maximum(total, LEAST_TOTAL)
+        weights = weights / total
     return weights, experts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import numpy as np
@@ -16,7 +17,14 @@ from contracts.types import (
     VersionSpan,
     check_completion,
 )
-from sampler_fleet.engines.sglang_wire import Labels, events, read_reply, request_body
+from sampler_fleet.engines.sglang_wire import (
+    Labels,
+    Routing,
+    events,
+    read_reply,
+    request_body,
+    routing_fields,
+)
 
 # top_p 0.9, top_k 5, incremental streaming; only the fields that are read
 STREAM = [
@@ -238,3 +246,36 @@ def test_without_truncation_candidates_come_in_binary_where_the_server_can():
     assert whole["return_flat_raw_output_top_logprobs"] is True
     assert whole["return_flat_raw_top_logprobs_b64"] is True
     assert body(SamplingParams(), num_vocab=10)["top_logprobs_num"] == 10
+
+
+ROUTING = Routing(num_layers=2, num_per_token=2, num_experts=300)
+
+
+def routed_meta(ids: np.ndarray) -> dict[str, str]:
+    """As the server has it: base64 of int32, without its shape."""
+    return {"routed_experts": base64.b64encode(ids.astype("<i4").tobytes()).decode()}
+
+
+def test_routed_experts_are_read_but_for_tokens_without_a_record():
+    ids = np.random.default_rng(0).random((6, 2, 300)).argsort(-1)[..., -2:]
+    ids[2] = 0
+    first, second = ROUTING.read(routed_meta(ids), start=5)
+    assert (first.start, first.end, second.start, second.end) == (5, 7, 8, 11)
+    np.testing.assert_array_equal(first.ids, ids[:2])
+    np.testing.assert_array_equal(second.ids, ids[3:])
+    assert first.ids.dtype == np.uint16
+    assert ROUTING.read({}, start=5) == () == ROUTING.read(routed_meta(ids[:0]), start=5)
+    assert routing_fields(5) == {"return_routed_experts": True, "routed_experts_start_len": 5}
+
+
+@pytest.mark.parametrize("ids", [np.full((1, 2, 2), 300), np.full((1, 2, 2), -1), np.ones(3)])
+def test_other_routing_is_refused(ids):
+    with pytest.raises(RetryError, match="not 2 x 2 ids below 300"):
+        ROUTING.read(routed_meta(ids), start=0)
+
+
+def test_a_models_routing_is_read_from_its_config():
+    mixtral = {"num_local_experts": 8, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+    assert Routing.of(mixtral).num_experts == 8
+    with pytest.raises(BadInputError, match="a mixture of experts, found qwen3"):
+        Routing.of({"model_type": "qwen3", "num_hidden_layers": 2})
