@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from contracts.errors import exits_politely
+from contracts.errors import RetryError, exits_politely
 from contracts.rpc import RemoteInputError
 from contracts.runfile import write_resolved
 from contracts.supervisor import service_environment
@@ -94,18 +94,22 @@ def compile_ahead(config: RunConfig) -> Ahead:
 
     Raises:
         RemoteInputError: the sentence that it refuses with.
+        RetryError: it takes too long.
     """
     with tempfile.TemporaryDirectory() as scratch:
         record = Path(scratch) / "config.json"
         write_resolved(record, config.sections)
-        done = subprocess.run(
-            [sys.executable, "-m", "trainer_jax.aot", str(record)],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-            env={**service_environment(), **_ENVIRONMENT},
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "trainer_jax.aot", str(record)],
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+                env={**service_environment(), **_ENVIRONMENT},
+            )
+        except subprocess.TimeoutExpired:
+            raise RetryError(f"the update did not compile within {TIMEOUT_S:.0f} s") from None
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["the compilation ended without a word"]
         raise RemoteInputError(said[-1].removeprefix("error: "))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from contracts.errors import BadInputError
 from trainer_jax.config import RunConfig
 from trainer_jax.mesh import BATCH_AXES, parameter_spec
 from trainer_jax.models.config import ATTENTION, DELTANET, ModelConfig
@@ -87,9 +88,13 @@ class Memory(NamedTuple):
 
 
 def memory(model: ModelConfig, setting: Setting) -> Memory:
-    """Raises ValueError where a mesh axis does not divide a parameter or a row."""
+    """Raises BadInputError where a mesh axis does not divide a parameter or a row."""
     if setting.row_tokens % setting.mesh["context"]:
-        raise ValueError(f"rows of {setting.row_tokens} tokens over {setting.mesh}")
+        raise BadInputError(
+            "mesh axis context",
+            expected=f"a divisor of {setting.row_tokens} (train.row_tokens)",
+            found=setting.mesh["context"],
+        )
     elements = {
         path: _local(path, shape, setting) for path, shape in parameter_shapes(model).items()
     }
@@ -110,9 +115,13 @@ def _width(dtype: str) -> int:
 
 def _local(path: tuple[str, ...], shape: tuple[int, ...], setting: Setting) -> int:
     """Elements of a parameter on one device."""
-    parts = [setting.mesh[axis] if axis else 1 for axis in parameter_spec(path)]
-    if any(size % part for size, part in zip(shape, parts, strict=True)):
-        raise ValueError(f"{'.'.join(path)} {shape} over {setting.mesh}")
+    axes = parameter_spec(path)
+    parts = [setting.mesh[axis] if axis else 1 for axis in axes]
+    for axis, size, part in zip(axes, shape, parts, strict=True):
+        if size % part:
+            raise BadInputError(
+                f"mesh axis {axis} ({'.'.join(path)})", expected=f"a divisor of {size}", found=part
+            )
     return math.prod(shape) // math.prod(parts)
 
 
@@ -224,7 +233,7 @@ def what_fits(
         for words, changed in tried:
             try:
                 need = memory(model, changed)
-            except ValueError:  # an axis that does not divide
+            except BadInputError:  # an axis that does not divide
                 continue
             if need.total <= limit:
                 return Change(words, need)

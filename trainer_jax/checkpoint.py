@@ -6,12 +6,15 @@ Owns the Orbax manager and the metadata beside the arrays. Must not export weigh
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -70,7 +73,9 @@ class Checkpoints:
         self._manager.save(
             position.step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(asdict(position))
+                state=ocp.args.StandardSave(state),
+                position=ocp.args.JsonSave(asdict(position)),
+                checksums=ocp.args.JsonSave(_checksums(state)),
             ),
         )
         self._pending = position
@@ -103,7 +108,10 @@ class Checkpoints:
                 "--resume", expected=f"a checkpoint in {self._directory}", found="none"
             )
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        try:
+        others = [str(other) for other in self._manager.all_steps() if other != step]
+        advice = f" (also there: {', '.join(others)})" if others else ""
+        expected = f"the model and optimizer of this run, undamaged{advice}"
+        with _refusing(self._directory / str(step), expected):
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
@@ -111,12 +119,7 @@ class Checkpoints:
                 ),
             )
             position = Position(**restored["position"])
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise BadInputError(
-                f"checkpoint {self._directory / str(step)}",
-                expected="the model and optimizer of this run, undamaged",
-                found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            ) from error
+            _check(restored["state"], self._directory / str(step))
         self._durable = position
         return restored["state"], position
 
@@ -128,22 +131,80 @@ class Checkpoints:
 
 def read_position(checkpoint: Path) -> Position:
     """Of one checkpoint directory (checkpoints/<step>), without its arrays."""
-    try:
-        data = ocp.JsonCheckpointHandler().restore(
-            epath.Path((checkpoint / "position").resolve()), args=ocp.args.JsonRestore()
-        )
-        return Position(**data)
-    except (FileNotFoundError, TypeError) as error:
-        raise BadInputError(
-            f"checkpoint {checkpoint}", expected="checkpoints/<step> of a run", found=str(error)
-        ) from None
+    with _refusing(checkpoint, "checkpoints/<step> of a run"):
+        return Position(**_read_json(checkpoint / "position"))
 
 
 def read_params(checkpoint: Path) -> Any:
-    """The parameters of one checkpoint directory as host arrays."""
+    """The parameters of one checkpoint directory as host arrays.
+
+    Raises:
+        BadInputError: there are none, or they are damaged.
+    """
     read_position(checkpoint)
     path = (checkpoint / "state").resolve()
-    with ocp.PyTreeCheckpointer() as reader:
-        tree = reader.metadata(path).item_metadata.tree
-        to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        return reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=to_host))["params"]
+    with _refusing(checkpoint, "a checkpoint, undamaged"), ocp.PyTreeCheckpointer() as reader:
+        metadata = reader.metadata(path).item_metadata
+        if metadata is None:
+            raise ValueError("no metadata of its arrays")
+        to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)
+        state = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=to_host))
+        _check({"params": state["params"]}, checkpoint)
+        return state["params"]
+
+
+# --- integrity ----------------------------------------------------------------------------------
+
+
+@jax.jit
+def _checksum(array: jax.Array) -> jax.Array:
+    """uint32: the sum of the elements' bits, each times an odd number of its own place.
+
+    The same however the array is laid out over devices, and computed where its parts are. One bit
+    that flips changes it, since an odd number times a power of two is not 0 modulo 2^32.
+    """
+    size = array.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(array, f"uint{8 * size}") if size < 8 else array
+    place = jnp.zeros(array.shape, jnp.uint32)
+    for axis, num in enumerate(array.shape):
+        place = place * jnp.uint32(num) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    return (bits.astype(jnp.uint32) * (jnp.uint32(2) * place + jnp.uint32(1))).sum(dtype=jnp.uint32)
+
+
+def _checksums(state: Any) -> dict[str, int]:
+    """By the leaf's path, as Orbax names it."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    sums = [(_name(path), _checksum(leaf)) for path, leaf in leaves]
+    return {name: int(value) for name, value in sums}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _check(state: Any, checkpoint: Path) -> None:
+    """Raises ValueError for arrays that are not what was saved."""
+    if not (checkpoint / "checksums").exists():  # written by an earlier version
+        return
+    saved = _read_json(checkpoint / "checksums")
+    for name, found in _checksums(state).items():
+        if saved.get(name) != found:
+            raise ValueError(f"{name} with checksum {found} instead of {saved.get(name)}")
+
+
+def _read_json(directory: Path) -> Any:
+    path = epath.Path(directory.resolve())
+    return ocp.JsonCheckpointHandler().restore(path, args=ocp.args.JsonRestore())
+
+
+@contextlib.contextmanager
+def _refusing(checkpoint: Path, expected: str) -> Iterator[None]:
+    """Whatever Orbax makes of damage, of many kinds, is a BadInputError."""
+    try:
+        yield
+    except Exception as error:
+        raise BadInputError(
+            f"checkpoint {checkpoint}",
+            expected=expected,
+            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+        ) from error

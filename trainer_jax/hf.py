@@ -155,12 +155,13 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
             files = {directory / name for name in weight_map.values()}
+            shard_of = {name: directory / shard for name, shard in weight_map.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             raise BadInputError(
                 str(index), expected="JSON with a weight_map", found="something else"
             ) from None
     elif single.exists():
-        weight_map, files = None, {single}
+        files, shard_of = {single}, None
     else:
         raise BadInputError(
             f"checkpoint {directory}", expected=f"model.safetensors or {INDEX}", found="neither"
@@ -175,8 +176,16 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict[str, Any
             ) from None
         except safetensors.SafetensorError as error:
             raise BadInputError(str(path), expected="safetensors", found=str(error)) from None
-        readers |= dict.fromkeys(reader.keys(), reader)
-    for name in weight_map or ():
+        for name in reader.keys():  # noqa: SIM118 (no dictionary)
+            if shard_of is not None and shard_of.get(name) != path:
+                where = f"in {shard_of[name].name}" if name in shard_of else "nowhere"
+                raise BadInputError(
+                    str(path),
+                    expected=f"only tensors that {INDEX} says are there",
+                    found=f"{name}, which it says is {where}",
+                )
+            readers[name] = reader
+    for name in shard_of or ():
         if name not in readers:
             raise BadInputError(
                 f"checkpoint {directory}",

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from contracts.errors import BadInputError
+from contracts.errors import BadInputError, RetryError
 from contracts.routed import RoutedExperts
 from contracts.rpc import MAX_MESSAGE_BYTES, RemoteInputError
 from contracts.runfile import write_resolved
@@ -31,7 +31,7 @@ from trainer_jax.plan_devices import gigabytes
 from trainer_jax.records import RoutingRules
 from trainer_jax.summary import is_training, percent
 
-CHECK_S = 60.0
+CHECK_S = 180.0
 OTHERS = ("weight_sync", "sampler_fleet")
 EMBEDDED_MODEL_TYPES = ("qwen3_moe", "mixtral")  # what the fleet's own engine computes
 
@@ -192,15 +192,21 @@ def ask(*arguments: str, timeout_s: float = CHECK_S) -> Any:
 
     Raises:
         RemoteInputError: the sentence that it refuses with.
+        RetryError: it does not answer.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        env=service_environment(),
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env=service_environment(),
+        )
+    except subprocess.TimeoutExpired:
+        raise RetryError(
+            f"python -m {' '.join(arguments[:2])} did not answer within {timeout_s:.0f} s"
+        ) from None
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"{' '.join(arguments[:2])} says nothing"]
         raise RemoteInputError(said[-1].removeprefix("error: "))

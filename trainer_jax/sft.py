@@ -10,6 +10,7 @@ bool like `tokens` (True where a policy would have drawn the token).
 from __future__ import annotations
 
 import functools
+import math
 import time
 import zipfile
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from contracts.errors import BadInputError
 from contracts.runfile import Section
-from trainer_jax.hf import load_checkpoint, save_checkpoint
+from trainer_jax.hf import check_tokenizer, load_checkpoint, save_checkpoint
 from trainer_jax.models.config import ComputeConfig, ModelConfig
 from trainer_jax.models.decoder import head_weight, hidden_states
 from trainer_jax.models.parameters import decays, init_params
@@ -43,12 +44,12 @@ class SftConfig(Section):
     steps: int = Field(gt=0)
     rows_per_step: int = Field(default=8, gt=0)
     row_tokens: int = Field(default=1024, gt=0)
-    lr: float = Field(default=3e-3, gt=0)
+    lr: float = Field(default=3e-3, gt=0, allow_inf_nan=False)
     warmup_steps: int = Field(default=100, ge=0)
-    weight_decay: float = 0.05
+    weight_decay: float = Field(default=0.05, ge=0, allow_inf_nan=False)
     context_weight: float = Field(default=0.1, ge=0, lt=1)  # of tokens the policy did not draw
     seed: int = 0
-    log_every: int = 50
+    log_every: int = Field(default=50, gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,20 +187,44 @@ def make_sft_step(model: ModelConfig, optimizer: optax.GradientTransformation, c
     return jax.jit(step, donate_argnums=(0, 1))
 
 
+def _check_out(out: Path) -> None:
+    """Only a checkpoint is replaced."""
+    if out.exists() and not (out / "config.json").is_file() and not _is_empty(out):
+        raise BadInputError(
+            "[sft] out", expected="nothing there, or a checkpoint to replace", found=str(out)
+        )
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
 def run_sft(config: SftConfig) -> dict[str, float]:
-    """Trains and writes a Hugging Face directory to `config.out`; returns the last metrics."""
+    """Trains and writes a Hugging Face directory to `config.out`; returns the last metrics.
+
+    Raises:
+        BadInputError: a checkpoint, demonstrations, a tokenizer or a place to write that don't fit,
+            before the first step; a loss that is not finite, after which nothing is written.
+    """
     if config.checkpoint:
         model, params = load_checkpoint(config.checkpoint)
     else:
         model = ModelConfig.from_hf(config.shape)
         params = init_params(model, jax.random.key(config.seed))
     demonstrations = read_demonstrations(config.demonstrations)
-    if demonstrations[0].max() >= model.vocab_size:
+    for found in (demonstrations[0].min(), demonstrations[0].max()):
+        if not 0 <= found < model.vocab_size:
+            raise BadInputError(
+                f"demonstrations {config.demonstrations}",
+                expected=f"token ids from 0, below the model's vocabulary of {model.vocab_size}",
+                found=int(found),
+            )
+    if not config.tokenizer.is_dir():
         raise BadInputError(
-            f"demonstrations {config.demonstrations}",
-            expected=f"token ids below the model's vocabulary of {model.vocab_size}",
-            found=int(demonstrations[0].max()),
+            "[sft] tokenizer", expected="a directory", found=f"none at {config.tokenizer}"
         )
+    check_tokenizer(config.tokenizer, model)
+    _check_out(config.out)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, config.lr, min(config.warmup_steps, config.steps // 2), config.steps, config.lr * 0.03
     )
@@ -220,6 +245,12 @@ def run_sft(config: SftConfig) -> dict[str, float]:
             progress.advance(bar)
             if number % config.log_every == 0 or number == config.steps:
                 metrics = {name: float(value) for name, value in out.items()}
+                if not math.isfinite(metrics["loss"]):
+                    raise BadInputError(
+                        "[sft] lr",
+                        expected="steps that leave the loss finite",
+                        found=f"{metrics['loss']} by step {number}",
+                    )
                 num_tokens = number * config.rows_per_step * config.row_tokens
                 rate = num_tokens / (time.monotonic() - start)
                 line = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from contracts.errors import BadInputError
 from trainer_jax.budget import Setting, flops_per_token, memory, what_fits
 from trainer_jax.models import deltanet
 from trainer_jax.models.config import ComputeConfig, ModelConfig
@@ -129,3 +130,16 @@ def test_more_of_anything_needs_more():
     assert memory(model, replace(SETTING, optimizer="sgd")).moments == 0
     half = memory(model, replace(SETTING, masters="bfloat16")).parameters
     assert need.parameters / 2 <= half < 0.51 * need.parameters  # decays stay float32
+
+
+@pytest.mark.parametrize(
+    ("axis", "size", "sentence"),
+    [
+        ("tensor", 5, r"mesh axis tensor \(.*\): expected a divisor of \d+, found 5"),
+        ("context", 3, r"mesh axis context: expected a divisor of 8192 .*, found 3"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_is_refused_in_a_sentence(axis, size, sentence):
+    setting = replace(SETTING, mesh=SETTING.mesh | {axis: size})
+    with pytest.raises(BadInputError, match=sentence):
+        memory(MODELS["qwen3_moe"], setting)

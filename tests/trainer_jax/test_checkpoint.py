@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,6 +79,69 @@ def test_one_directory_is_read_without_the_run(tmp_path):
     np.testing.assert_array_equal(read_params(directory)["w"], np.full((4, 3), 2.0))
     with pytest.raises(BadInputError, match="checkpoints/<step>"):
         read_position(tmp_path)
+
+
+def test_any_bit_that_flips_is_seen(tmp_path):
+    value = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    state = {"params": {"w": jnp.asarray(value), "b": jnp.ones(3, jnp.bfloat16)}}
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(state, position_of(1))
+    checkpoints.save(state, position_of(2))
+    checkpoints.wait()
+    directory = tmp_path / "checkpoints" / "2"
+    data = max((directory / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    whole = data.read_bytes()
+    for part in (0.3, 0.6, 0.9):
+        damaged = bytearray(whole)
+        damaged[int(part * len(whole))] ^= 1 << 3
+        data.write_bytes(damaged)
+        with pytest.raises(BadInputError, match=r"undamaged, found "):
+            read_params(directory)
+        with pytest.raises(BadInputError, match=r"undamaged \(also there: 1\), found "):
+            checkpoints.restore(state)
+    data.write_bytes(whole)
+    np.testing.assert_array_equal(read_params(directory)["w"], value)
+    checkpoints.close()
+
+
+DAMAGE = {
+    "data": lambda d: max((d / "state").rglob("d/*"), key=lambda p: p.stat().st_size),
+    "arrays": lambda d: d / "state" / "_METADATA",
+    "position": lambda d: d / "position" / "metadata",
+    "checksums": lambda d: d / "checksums" / "metadata",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_damage_is_one_sentence(tmp_path, what, how):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    state = {"params": {"w": jnp.arange(4096.0)}}
+    checkpoints.save(state, position_of(1))
+    checkpoints.wait()
+    directory = tmp_path / "checkpoints" / "1"
+    path = DAMAGE[what](directory)
+    if how == "cut":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        path.unlink()
+    with pytest.raises(BadInputError, match=r"checkpoint .*: expected"):
+        read_params(directory)
+    if what != "arrays":  # which a run knows the shapes of
+        with pytest.raises(BadInputError, match=r"checkpoint .*: expected"):
+            checkpoints.restore(state)
+    checkpoints.close()
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_checksums(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(state_of(2.0), position_of(1))
+    checkpoints.wait()
+    directory = tmp_path / "checkpoints" / "1"
+    shutil.rmtree(directory / "checksums")
+    np.testing.assert_array_equal(read_params(directory)["w"], np.full((4, 3), 2.0))
+    assert checkpoints.restore(state_of(0.0))[1] == position_of(1)
+    checkpoints.close()
 
 
 def test_reading_warns_of_nothing(tmp_path, caplog):

@@ -191,6 +191,31 @@ BROKEN = {
 }  # fmt: skip
 
 
+def test_an_index_is_held_to_what_it_says(tmp_path):
+    directory = tmp_path / "model"
+    save_checkpoint(directory, CONFIG, random_params(), dtype="float32", max_shard_bytes=3000)
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    names: dict[str, list[str]] = {}
+    for name, shard in index["weight_map"].items():
+        names.setdefault(shard, []).append(name)
+    shard, other = sorted(names, key=lambda shard: -len(names[shard]))[:2]
+    first, *_ = names[shard]
+    assert len(names[shard]) > 1
+    moved = index["weight_map"] | {first: other}
+    unlisted = {name: where for name, where in index["weight_map"].items() if name != first}
+    for wrong in (moved, unlisted):
+        path.write_text(json.dumps(index | {"weight_map": wrong}))
+        with pytest.raises(BadInputError, match=f"{first}, which it says is"):
+            load_checkpoint(directory)
+    path.write_text(json.dumps(index))
+    twice = dict(safetensors.numpy.load_file(directory / other))
+    twice[first] = np.full(3, 7, np.float32)
+    safetensors.numpy.save_file(twice, directory / other)
+    with pytest.raises(BadInputError, match=f"{first}, which it says is in {shard}"):
+        load_checkpoint(directory)
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_checkpoint_is_named(tmp_path, case):
     directory = tmp_path / "model"

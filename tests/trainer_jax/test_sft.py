@@ -136,3 +136,42 @@ def test_it_refuses_demonstrations_that_do_not_fit_and_writes_nothing(config):
     with pytest.raises(BadInputError, match="enough for 100 rows"):
         run_sft(rare)
     assert not config.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (
+            lambda c: {"tokenizer": c.tokenizer / "nowhere"},
+            "tokenizer: expected a directory",
+        ),
+        (
+            lambda c: {"shape": SHAPE | {"vocab_size": 20}, "tokenizer": c.out.with_name("wide")},
+            "20",
+        ),
+        (lambda c: {"out": c.tokenizer}, "nothing there, or a checkpoint to replace"),
+    ],
+)
+def test_what_would_fail_at_the_end_is_refused_at_the_start(config, monkeypatch, spoil, sentence):
+    wide = config.out.with_name("wide")
+    wide.mkdir()
+    (wide / "tokenizer.json").write_text('{"model": {"vocab": {"a": 99}}}')
+    monkeypatch.setattr("trainer_jax.sft.make_sft_step", None)  # no step is made
+    with pytest.raises(BadInputError, match=sentence):
+        run_sft(config.model_copy(update=spoil(config)))
+    assert (config.tokenizer / "tokenizer.json").exists() and not config.out.exists()
+
+
+def test_a_loss_that_is_not_finite_writes_nothing(config):
+    with pytest.raises(BadInputError, match="leave the loss finite, found nan by step"):
+        run_sft(config.model_copy(update={"lr": 1e30, "steps": 20, "log_every": 5}))
+    assert not config.out.exists()
+
+
+def test_ids_below_zero_are_refused(config):
+    with np.load(config.demonstrations) as data:
+        arrays = dict(data)
+    arrays["tokens"][3] = -5
+    np.savez(config.demonstrations, **arrays)
+    with pytest.raises(BadInputError, match=r"token ids from 0, .*found -5"):
+        run_sft(config)
