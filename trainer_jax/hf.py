@@ -56,6 +56,10 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "generation_config.json",
+    # what a model that also sees needs beside its tensors, which are carried through
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 
 

@@ -115,10 +115,12 @@ def test_tokenizer_files_travel_along(tmp_path):
     source.mkdir()
     (source / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 39}}}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "preprocessor_config.json").write_text("{}")
     (source / "notes.txt").write_text("stays")
     save_checkpoint(tmp_path / "a", CONFIG, random_params(), copy_from=source)
     assert set(contents(tmp_path / "a")) == {
         "config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja",
+        "preprocessor_config.json",
     }  # fmt: skip
     load_checkpoint(tmp_path / "a")
 
@@ -149,6 +151,26 @@ BROKEN = {
     "rope of text": (lambda d: edit_config(d, rope_scaling="yarn"), "an object, found 'yarn'"),
     "size of text": (lambda d: edit_config(d, hidden_size="16"), "hidden_size: expected an int"),
     "half a head": (lambda d: edit_config(d, head_dim=8.5), "head_dim: expected an even"),
+    "architecture of a list": (lambda d: edit_config(d, model_type=[]), "model_type: expected"),
+    "no rotation": (lambda d: edit_config(d, rope_theta=0), "rope_theta: expected a number > 0"),
+    "two rotations": (
+        lambda d: edit_config(d, rope_theta=1e4, rope_parameters={"rope_theta": 1e6}),
+        "rope_theta: expected 1000000.0, found 10000.0",
+    ),
+    "stretched beside": (
+        lambda d: edit_config(
+            d, rope_parameters={"rope_type": "default"}, rope_scaling={"type": "yarn"}
+        ),
+        "yarn",
+    ),
+    "rotations by kind": (
+        lambda d: edit_config(d, rope_parameters={"full_attention": {"rope_theta": 1e6}}),
+        "rope_parameters: expected one for all layers, found full_attention",
+    ),
+    "tied by a word": (
+        lambda d: edit_config(d, tie_word_embeddings="no"), "tie_word_embeddings: expected true"
+    ),
+    "epsilon of truth": (lambda d: edit_config(d, rms_norm_eps=True), "rms_norm_eps: expected a"),
     "no frequency": (lambda d: edit_config(d, rope_theta="x"), "rope_theta: expected a number"),
     "heads of text": (
         lambda d: edit_config(d, head_dim=None, num_attention_heads="4"), "the keys of qwen3_moe"

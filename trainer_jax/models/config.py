@@ -146,8 +146,10 @@ class ModelConfig:
                 raise BadInputError(f"model {name}", expected="an integer >= 1", found=repr(value))
         for name in ("rope_theta", "partial_rotary_factor", "rms_norm_eps", "initializer_range"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise BadInputError(f"model {name}", expected="a number >= 0", found=repr(value))
+            least = 0 if name == "initializer_range" else math.ulp(0.0)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not least <= value < math.inf:
+                raise BadInputError(f"model {name}", expected="a number > 0", found=repr(value))
         self._check_relations(bool(linear))
 
     def _check_relations(self, linear: bool) -> None:
@@ -183,18 +185,22 @@ class ModelConfig:
         """
         if not isinstance(data, dict):
             raise BadInputError("config.json", expected="an object", found=type(data).__name__)
-        family = _FAMILIES.get(data.get("model_type"))
+        found = data.get("model_type")
+        family = _FAMILIES.get(found) if isinstance(found, str) else None
         if family is None:
             raise BadInputError(
-                "config.json model_type",
-                expected=" or ".join(_FAMILIES),
-                found=data.get("model_type"),
+                "config.json model_type", expected=" or ".join(_FAMILIES), found=found
             )
         data = _text_config(data)
         required = _REQUIRED | ({"sliding_window": (None,)} if family in _LLAMAS else {})
         for key, accepted in required.items():
             if key in data and data[key] not in accepted:
                 raise BadInputError(f"config.json {key}", expected=accepted[0], found=data[key])
+        for key in ("tie_word_embeddings", "norm_topk_prob"):
+            if not isinstance(data.get(key, False), bool):
+                raise BadInputError(
+                    f"config.json {key}", expected="true or false", found=repr(data[key])
+                )
         data |= _rope(data, family) | {"model_type": family}
         data["norm_topk_prob"] = family != "qwen3_moe" or data.get("norm_topk_prob", False)
         if "num_local_experts" in data:
@@ -212,7 +218,7 @@ class ModelConfig:
             if "intermediate_size" not in _SIZES_OF[family]:
                 known.pop("intermediate_size", None)  # of dense layers; there are none
             return ModelConfig(**known)
-        except TypeError as error:  # a required key is absent, or of the wrong kind
+        except (TypeError, ArithmeticError) as error:  # a key is absent, or of the wrong kind
             raise BadInputError(
                 "config.json", expected=f"the keys of {family}", found=str(error)
             ) from None
@@ -280,18 +286,28 @@ def _text_config(data: dict[str, Any]) -> dict[str, Any]:
 
 def _rope(data: dict[str, Any], family: Family) -> dict[str, Any]:
     """Rotary keys, which lie flat, in rope_scaling or (transformers 5) in rope_parameters."""
-    rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise BadInputError("config.json rope_scaling", expected="an object", found=repr(rope))
     # sections of positions in time and space, which are the same number for text
     accepted = ("default", "mrope") if family == "qwen3_5_moe" else ("default",)
-    if (kind := rope.get("rope_type", rope.get("type", "default"))) not in accepted:
-        raise BadInputError("config.json rope_type", expected="default", found=kind)
-    defaults = {
+    values = {
         "rope_theta": 1e6 if family == "mixtral" else 1e4,
         "partial_rotary_factor": 0.25 if family == "qwen3_5_moe" else 1.0,
     }
-    return {key: data.get(key, rope.get(key, default)) for key, default in defaults.items()}
+    said: dict[str, Any] = {}
+    for place in ("rope_parameters", "rope_scaling", ""):
+        rope = (data.get(place) or {}) if place else data
+        if not isinstance(rope, dict):
+            raise BadInputError(f"config.json {place}", expected="an object", found=repr(rope))
+        if place and any(isinstance(value, dict) for value in rope.values()):
+            raise BadInputError(
+                f"config.json {place}", expected="one for all layers", found=", ".join(rope)
+            )
+        kind = rope.get("rope_type", rope.get("type", "default")) if place else "default"
+        if kind not in accepted:
+            raise BadInputError("config.json rope_type", expected="default", found=kind)
+        for key in values.keys() & rope.keys():
+            if said.setdefault(key, rope[key]) != rope[key]:
+                raise BadInputError(f"config.json {key}", expected=said[key], found=rope[key])
+    return values | said
 
 
 def _layer_types(data: dict[str, Any], family: Family) -> tuple[str, ...]:
