@@ -163,8 +163,7 @@ def _checksum(array: jax.Array) -> jax.Array:
     The same however the array is laid out over devices, and computed where its parts are. One bit
     that flips changes it, since an odd number times a power of two is not 0 modulo 2^32.
     """
-    size = array.dtype.itemsize
-    bits = jax.lax.bitcast_convert_type(array, f"uint{8 * size}") if size < 8 else array
+    bits = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
     place = jnp.zeros(array.shape, jnp.uint32)
     for axis, num in enumerate(array.shape):
         place = place * jnp.uint32(num) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)

@@ -146,10 +146,13 @@ class ModelConfig:
                 raise BadInputError(f"model {name}", expected="an integer >= 1", found=repr(value))
         for name in ("rope_theta", "partial_rotary_factor", "rms_norm_eps", "initializer_range"):
             value = getattr(self, name)
-            least = 0 if name == "initializer_range" else math.ulp(0.0)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not least <= value < math.inf:
-                raise BadInputError(f"model {name}", expected="a number > 0", found=repr(value))
+            may_be_zero = name == "initializer_range"
+            if not is_number or not 0 <= value < math.inf or (value == 0 and not may_be_zero):
+                bound = ">= 0" if may_be_zero else "> 0"
+                raise BadInputError(
+                    f"model {name}", expected=f"a number {bound}", found=repr(value)
+                )
         self._check_relations(bool(linear))
 
     def _check_relations(self, linear: bool) -> None:
